@@ -1,0 +1,64 @@
+"""What crosses between the scheduler process and the ranks: frozen values, encoded as msgpack.
+
+A step is one forward of the whole group. Every rank receives the same `StepPlan` and obeys it; rank 0 answers with a
+`StepOutput`. Ranks keep two things a request between steps: its page table, and on rank 0 what its sampler needs.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from splash.core.request import SamplingParams, TokenLogprob
+
+NO_SLOT = -1  # in a page's slots: this rank does not hold the page
+
+
+class NewRequest(msgspec.Struct, frozen=True, array_like=True):
+    """A request that the ranks hear of for the first time. `prompt` feeds the sampler's penalties."""
+
+    id: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+
+
+class Query(msgspec.Struct, frozen=True, array_like=True):
+    """The rows of one request in a step.
+
+    `tokens` are the token ids at positions start, start + 1, ...; `new_pages` are the pages that the rows are the
+    first to need, in page order, each as T slots (slot on rank r, or NO_SLOT); `sample` asks for a token after the
+    last row.
+    """
+
+    request: int
+    start: int
+    tokens: tuple[int, ...]
+    owner: int
+    sample: bool
+    new_pages: tuple[tuple[int, ...], ...] = ()
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+    """One step, the same for every rank.
+
+    `released` requests lose their page table before the step (finished, aborted or preempted); `finished` ones are
+    forgotten altogether. Queries are sorted by owner, and every rank takes part even with no rows of its own.
+    """
+
+    step: int
+    epoch: int
+    layout: str
+    queries: tuple[Query, ...]
+    new: tuple[NewRequest, ...] = ()
+    released: tuple[int, ...] = ()
+    finished: tuple[int, ...] = ()
+
+
+class StepOutput(msgspec.Struct, frozen=True, array_like=True):
+    """Sampled tokens of a step: one entry for each query with `sample`, in query order."""
+
+    step: int
+    epoch: int
+    requests: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob | None, ...]

@@ -1,0 +1,253 @@
+"""The border between SPLASH and hardware.
+
+The launching process asks a `Platform` whether it is usable and has it create a group; each rank's process joins the
+group and receives a `Rank`: its device, its arenas and its peers' (mapped, so that a peer can be read one-sided), a
+communicator, an attention backend and fused kernels. A platform never sees a layout: it sees heads, rows and pages.
+
+Shape suffixes: n rows, H heads, C kv-lora rank, R rotary dim, D hidden size, P page size, S slots, T ranks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from splash.core.memory import ArenaGeometry
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Whether a platform is usable here. `reason` says why (not); `remedy` what to do, empty when usable."""
+
+    ok: bool
+    reason: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """One device: what it is called and its memory in bytes (total and free now)."""
+
+    index: int
+    name: str
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True)
+class GroupHandle:
+    """What the launching process hands to every rank so that the ranks find each other and each other's memory.
+
+    `info` is serialisable; `fds` are file descriptors that the ranks must inherit. Closing releases what the
+    launcher holds; memory goes with the last process that maps it.
+    """
+
+    info: Mapping[str, int | str | list[int]]
+    fds: tuple[int, ...] = ()
+
+    def close(self) -> None:
+        """Close the launcher's descriptors. Idempotent."""
+        import os
+
+        for fd in self.fds:
+            try:
+                os.close(fd)
+            except OSError:
+                pass
+
+
+class Arenas(ABC):
+    """The arenas of a group: one a layer a rank, addresses fixed for the life of the group."""
+
+    @abstractmethod
+    def local(self, layer: int) -> torch.Tensor:
+        """This rank's arena of `layer`: uint8 [arena_bytes]."""
+
+    @abstractmethod
+    def peer(self, rank: int, layer: int) -> torch.Tensor:
+        """A peer's arena of `layer` mapped for one-sided reads: uint8 [arena_bytes]. `peer(own rank)` is `local`."""
+
+
+class Communicator(ABC):
+    """Collectives over the group. Every rank calls the same sequence; rows of any count, zero included.
+
+    Tensors are contiguous; any dtype torch has. Splits are along dim 0. Sums are taken in rank order, so that every
+    rank gets the same bits. A peer that does not arrive within the timeout raises `WorkerError` naming the
+    collective and the ranks missing.
+    """
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return once every rank has called."""
+
+    @abstractmethod
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks. Returns x's shape; x may be overwritten."""
+
+    @abstractmethod
+    def all_gather(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Concatenate over ranks. x [counts[rank], ...] -> [sum(counts), ...]."""
+
+    @abstractmethod
+    def reduce_scatter(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Sum over ranks, keep own rows. x [sum(counts), ...] -> [counts[rank], ...]."""
+
+    @abstractmethod
+    def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
+        """Row exchange. x [sum(send), ...], the rows for rank 0 first -> [sum(receive), ...], from rank 0 first."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the group."""
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """Which rows attend to which pages, built once a step and used by every layer.
+
+    Sequence b has rows `row_starts[b] : row_starts[b + 1]` and pages `page_starts[b] : page_starts[b + 1]`. A page is
+    a slot of the KV tensor, and holds the positions number * P to number * P + P - 1. A row at position p attends to the
+    positions <= p that the listed pages hold; they need not be all there are (position-sharded KV), and may be none.
+    Rows need not be consecutive positions.
+
+    Attributes (numpy arrays of int64 on the host; a platform uploads what it needs and keeps it in `device_state`):
+        row_positions: [n]
+        row_starts: [B + 1]
+        slots: [pages]
+        numbers: [pages], ascending within a sequence
+        page_starts: [B + 1]
+    """
+
+    row_positions: object
+    row_starts: object
+    slots: object
+    numbers: object
+    page_starts: object
+    device_state: dict[str, object] = field(default_factory=dict, compare=False)
+
+
+class AttentionBackend(ABC):
+    """Multi-query attention over a paged latent cache, the one attention that absorbed MLA needs."""
+
+    @abstractmethod
+    def attend(
+        self, q_nHK: torch.Tensor, pages_SPK: torch.Tensor, batch: AttentionBatch, scale: float, value_dim: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """softmax(scale q k^T) v for each row and head, in float32 inside.
+
+        Args:
+            q_nHK: [n, H, C + R], the absorbed queries.
+            pages_SPK: [S, P, C + R], the cache; values are the first `value_dim` elements of a key.
+            batch: which rows see which pages.
+            scale: softmax scale.
+            value_dim: C.
+
+        Returns:
+            out [n, H, value_dim] in q's dtype, and the natural log-sum-exp of the scaled scores [n, H] float32.
+            A row that sees nothing gives out = 0 and lse = -inf.
+        """
+
+
+class Kernels(ABC):
+    """Fused operations around attention. All are pure functions of their tensors unless they say otherwise."""
+
+    @abstractmethod
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last dim, in float32 inside. [..., D] -> [..., D]."""
+
+    @abstractmethod
+    def rotate(self, x: torch.Tensor, cos_nR: torch.Tensor, sin_nR: torch.Tensor) -> torch.Tensor:
+        """Half-split rotary embedding of [n, R] or [n, heads, R]; cos and sin are [n, R / 2] float32."""
+
+    @abstractmethod
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(first half) * second half of the last dim. [n, 2 I] -> [n, I]."""
+
+    @abstractmethod
+    def store(self, pages_SPK: torch.Tensor, index_n: torch.Tensor, rows_nK: torch.Tensor) -> None:
+        """Write rows into the cache at flat positions slot * P + offset, int64 [n]. In place."""
+
+    @abstractmethod
+    def merge(self, outs_TnHC: torch.Tensor, lses_TnH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """LSE-weighted merge of partial attention over disjoint keys: [T, n, H, C] and [T, n, H] -> [n, H, C], [n, H].
+
+        An empty part has lse = -inf and weight 0; all parts empty gives 0 and -inf, never NaN.
+        """
+
+    @abstractmethod
+    def experts(
+        self,
+        x_nD: torch.Tensor,
+        expert_nk: torch.Tensor,
+        weight_nk: torch.Tensor,
+        w13_EID: torch.Tensor,
+        w2_EDI: torch.Tensor,
+        first_expert: int,
+    ) -> torch.Tensor:
+        """Partial mixture-of-experts output of the local experts first_expert .. first_expert + E - 1.
+
+        Args:
+            x_nD: [n, D] rows.
+            expert_nk: [n, k] int64 global expert ids chosen by the router.
+            weight_nk: [n, k] float32 weights.
+            w13_EID: [E, 2 I, D] gate and up projections, gate first.
+            w2_EDI: [E, D, I] down projection.
+            first_expert: global id of local expert 0.
+
+        Returns:
+            [n, D]: sum over the chosen experts that are local of weight * w2(silu(gate x) * up x); zero where none is.
+        """
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a rank's process works with once it has joined its group."""
+
+    rank: int
+    size: int
+    device: torch.device
+    arenas: Arenas
+    comm: Communicator
+    attention: AttentionBackend
+    kernels: Kernels
+
+
+class Platform(ABC):
+    """One kind of hardware. Constructing it is free of side effects and of heavy imports."""
+
+    name: str
+
+    @abstractmethod
+    def availability(self) -> Availability:
+        """Whether this platform can serve here, and if not, what is missing and what to do instead."""
+
+    @abstractmethod
+    def devices(self) -> list[DeviceInfo]:
+        """The devices found; empty when unavailable."""
+
+    @abstractmethod
+    def rank_environment(self, ranks: int) -> dict[str, str]:
+        """Environment variables that a rank's process must start with."""
+
+    @abstractmethod
+    def create_group(self, ranks: int, num_layers: int, geometry: ArenaGeometry) -> GroupHandle:
+        """In the launching process: make what the ranks share.
+
+        Raises:
+            CapacityError: the arenas do not fit in memory.
+            PlatformUnavailable: this platform is not usable here.
+        """
+
+    @abstractmethod
+    def join(
+        self, handle_info: Mapping[str, int | str | list[int]], rank: int, timeout_s: float
+    ) -> Rank:
+        """In a rank's process: join the group that `create_group` made."""
