@@ -21,7 +21,7 @@ from splash.core.errors import CapacityError
 from splash.core.layout import Layout, Projections
 from splash.core.spec import KVFormat, ModelSpec
 
-ALIGNMENT = 256  # bytes; every module and every slot starts on a multiple
+ALIGNMENT = 256  # bytes; every module starts on a multiple
 
 
 def align(num_bytes: int) -> int:
@@ -61,8 +61,8 @@ class ArenaGeometry:
 
     @cached_property
     def slot_bytes(self) -> int:
-        """Bytes of a slot: one page of one layer, aligned."""
-        return align(self.page_size * self.kv.token_bytes)
+        """Bytes of a slot: one page of one layer, without padding, so that the cache is one dense array."""
+        return self.page_size * self.kv.token_bytes
 
     @cached_property
     def modules(self) -> dict[str, tuple[int, int]]:

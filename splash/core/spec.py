@@ -113,7 +113,7 @@ class ModelSpec:
     @property
     def softmax_scale(self) -> float:
         """(N + R)^-1/2 times YaRN's m^2. Never (C + R)^-1/2: absorption changes the dims, not the scale."""
-        return self.qk_head_dim**-0.5 * self.rope.softmax_mscale**2
+        return self.rope.softmax_mscale**2 / math.sqrt(self.qk_head_dim)
 
     @property
     def query_input_dim(self) -> int:

@@ -234,6 +234,10 @@ class Platform(ABC):
         """The devices found; empty when unavailable."""
 
     @abstractmethod
+    def default_ranks(self) -> int:
+        """The number of ranks to serve with where nobody says."""
+
+    @abstractmethod
     def rank_environment(self, ranks: int) -> dict[str, str]:
         """Environment variables that a rank's process must start with."""
 

@@ -1,0 +1,111 @@
+"""What fits: bytes of attention weights a rank, KV tokens of the group and the longest context, in any layout.
+
+Everything is computed from the holder matrices of `ownership` and the slots of `memory`, so that the answer is the one
+the engine will find: exact to the slot, and with no case for any particular layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from splash.core.layout import Layout, check_layout
+from splash.core.memory import ArenaGeometry, slots_for
+from splash.core.ownership import page_holders, weight_holders
+from splash.core.spec import KVFormat, ModelSpec
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What a group of ranks can hold in one layout.
+
+    Attributes:
+        attention_bytes: bytes of Q-B, KV-B and O on the rank that holds most, all layers.
+        page_slots: slots on the rank that has fewest, each of which holds one page of every layer.
+        kv_tokens: distinct tokens that the whole group holds when load is balanced.
+        longest_context: tokens of each of the `batch` equally long requests that fit together.
+    """
+
+    attention_bytes: int
+    page_slots: int
+    kv_tokens: int
+    longest_context: int
+
+
+def geometry_for_budget(
+    spec: ModelSpec, kv: KVFormat, page_size: int, weight_bytes: int, ranks: int, budget_bytes: int
+) -> ArenaGeometry:
+    """The largest arenas, one a layer, that take at most `budget_bytes` a rank in all.
+
+    Raises:
+        CapacityError: not even the attention weights fit.
+    """
+    num_slots = slots_for(spec, kv, page_size, weight_bytes, max(budget_bytes, 0) // spec.num_layers)
+    return ArenaGeometry(spec, kv, page_size, weight_bytes, ranks, num_slots)
+
+
+def capacity(geometry: ArenaGeometry, layout: Layout, batch: int) -> Capacity:
+    """What fits in arenas of that geometry in `layout`, for `batch` requests of equal length and balanced owners.
+
+    Raises:
+        ConfigError: the layout needs unequal head groups.
+    """
+    check_layout(layout, geometry.spec.num_heads, geometry.ranks)
+    slots = page_slots(geometry, layout)
+    return Capacity(
+        attention_bytes=int(attention_bytes(geometry, layout).max()) * geometry.spec.num_layers,
+        page_slots=int(slots.min()),
+        kv_tokens=_balanced_pages(slots, layout) * geometry.page_size,
+        longest_context=_longest_request(slots, layout, batch) * geometry.page_size,
+    )
+
+
+def attention_bytes(geometry: ArenaGeometry, layout: Layout) -> npt.NDArray[np.int64]:
+    """[T], bytes of one layer's Q-B, KV-B and O that each rank holds."""
+    groups = np.count_nonzero(weight_holders(layout, geometry.ranks), axis=0).astype(np.int64)
+    return groups * geometry.attention_bytes // geometry.ranks
+
+
+def page_slots(geometry: ArenaGeometry, layout: Layout) -> npt.NDArray[np.int64]:
+    """[T], slots of each rank that may hold pages."""
+    return np.array([len(geometry.page_slots(layout, rank)) for rank in range(geometry.ranks)], dtype=np.int64)
+
+
+def freed_bytes(geometry: ArenaGeometry, layout: Layout, baseline: Layout) -> int:
+    """Bytes of attention weights a rank, all layers, that `layout` does without and `baseline` holds."""
+    less = attention_bytes(geometry, baseline) - attention_bytes(geometry, layout)
+    return int(less.min()) * geometry.spec.num_layers
+
+
+def page_loads(layout: Layout, ranks: int, num_pages: int, requests: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """[T], pages on each rank when rank w owns `requests[w]` requests of `num_pages` pages each."""
+    owner, number = np.divmod(np.arange(ranks * ranks), ranks)
+    period = page_holders(number, owner, layout, ranks).reshape(ranks, ranks, ranks)
+    # Holders depend on a page's number only modulo T, so whole periods multiply.
+    whole, rest = divmod(num_pages, ranks)
+    of_one = whole * period.sum(axis=1, dtype=np.int64) + period[:, :rest].sum(axis=1, dtype=np.int64)
+    loads: npt.NDArray[np.int64] = requests @ of_one
+    return loads
+
+
+def _balanced_pages(slots: npt.NDArray[np.int64], layout: Layout) -> int:
+    """Distinct pages that fit when every rank owns equally many and every page number mod T occurs equally often."""
+    ranks = len(slots)
+    loads = page_loads(layout, ranks, ranks, np.ones(ranks, dtype=np.int64))
+    return int((slots * ranks**2 // loads).min())
+
+
+def _longest_request(slots: npt.NDArray[np.int64], layout: Layout, batch: int) -> int:
+    """Most pages a request, for `batch` requests of equal length dealt out to the ranks in turn."""
+    ranks = len(slots)
+    requests = np.bincount(np.arange(batch) % ranks, minlength=ranks).astype(np.int64)
+    fits, too_long = 0, int(slots.sum()) + 1
+    while too_long - fits > 1:
+        middle = (fits + too_long) // 2
+        if (page_loads(layout, ranks, middle, requests) <= slots).all():
+            fits = middle
+        else:
+            too_long = middle
+    return fits

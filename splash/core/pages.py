@@ -1,0 +1,264 @@
+"""Pages: which slots of each rank's arenas are free, and which of them hold the pages of a request.
+
+A page table serves every layer, so a page is one slot number on each rank that holds it. Switches and peers' reads
+move long runs of slots far faster than scattered ones; an allocator therefore lets a request continue after its last
+slot, and leaves room behind what it places so that it can.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from splash.core.layout import Layout
+from splash.core.memory import ArenaGeometry
+from splash.core.ownership import page_holders
+from splash.core.step import NO_SLOT
+
+_ABSENT, _FREE, _USED = 0, 1, 2  # what a slot is to an allocator; absent slots hold weights or do not exist
+
+
+class PageAllocator:
+    """The slots of one rank that may hold pages. Costs O(log extents) for each extent handed out or taken back.
+
+    Free slots are kept as maximal extents (start, length). A run that continues nothing is placed in the largest
+    extent: at its start where no page lies before it, else in its middle, which leaves half of what remains to the
+    page before it and half to the new run.
+
+    Args:
+        slots: allocatable slots, int64, ascending, without repeats.
+        used: those of them that already hold pages.
+    """
+
+    def __init__(self, slots: np.ndarray, used: Iterable[int] = ()) -> None:
+        self.num_total = len(slots)
+        self.num_free = 0
+        self._state = bytearray(int(slots[-1]) + 1 if len(slots) else 0)
+        self._lengths: dict[int, int] = {}  # start of a free extent -> its length
+        self._starts: dict[int, int] = {}  # slot after a free extent -> its start
+        # (-length, slot after) of every free extent, and of some that are gone. An extent that shrinks from its start
+        # keeps its entry: a length here may be too large, and is put right when it reaches the top.
+        self._heap: list[tuple[int, int]] = []
+        state = np.frombuffer(self._state, dtype=np.uint8)
+        state[slots] = _FREE
+        taken = np.fromiter(used, dtype=np.int64)
+        assert np.isin(taken, slots).all(), "a page lies in a slot that cannot hold one"
+        assert len(np.unique(taken)) == len(taken), "a slot holds two pages"
+        state[taken] = _USED
+        edges = np.flatnonzero(np.diff((state == _FREE).astype(np.int8), prepend=0, append=0))
+        for start, end in edges.reshape(-1, 2).tolist():
+            self._add_extent(start, end)
+            self.num_free += end - start
+
+    def allocate(self, count: int, after: int | None = None) -> list[int]:
+        """Take `count` free slots, in the order in which pages should fill them.
+
+        Starts with the slot right after `after` where that is free. There must be `count` free slots.
+        """
+        assert 0 <= count <= self.num_free, f"{count} slots asked for, {self.num_free} free"
+        taken: list[int] = []
+        if count and after is not None and after + 1 in self._lengths:
+            self._take(after + 1, 0, min(count, self._lengths[after + 1]), taken)
+        while len(taken) < count:
+            start = self._largest_extent()
+            length = self._lengths[start]
+            num = min(count - len(taken), length)
+            page_before = start > 0 and self._state[start - 1] == _USED
+            self._take(start, (length - num) // 2 if page_before else 0, num, taken)
+        self.num_free -= count
+        return taken
+
+    def free(self, slots: Sequence[int]) -> None:
+        """Take slots back, in any order. Each must be in use."""
+        ordered = sorted(slots)
+        begin = 0
+        for index in range(1, len(ordered) + 1):
+            if index == len(ordered) or ordered[index] != ordered[index - 1] + 1:
+                self._give_back(ordered[begin], ordered[index - 1] + 1)
+                begin = index
+        self.num_free += len(ordered)
+
+    def _take(self, start: int, offset: int, count: int, taken: list[int]) -> None:
+        """Move `count` slots at `offset` of the free extent at `start` to `taken`."""
+        end = start + self._lengths.pop(start)
+        first, last = start + offset, start + offset + count
+        if last < end:
+            self._lengths[last] = end - last
+            self._starts[end] = last
+        else:
+            del self._starts[end]
+        if offset:
+            self._add_extent(start, first)
+        if count == 1:
+            self._state[first] = _USED
+            taken.append(first)
+        else:
+            self._state[first:last] = bytes((_USED,)) * count
+            taken.extend(range(first, last))
+
+    def _give_back(self, start: int, end: int) -> None:
+        """Turn the used slots start .. end - 1 into part of a maximal free extent."""
+        used = bytes((_USED,)) * (end - start)
+        assert start >= 0 and self._state[start:end] == used, f"slots {start}..{end - 1} are not all in use"
+        self._state[start:end] = bytes((_FREE,)) * (end - start)
+        if start in self._starts:
+            start = self._starts.pop(start)
+            del self._lengths[start]
+        if end in self._lengths:
+            end += self._lengths.pop(end)
+            del self._starts[end]
+        self._add_extent(start, end)
+
+    def _add_extent(self, start: int, end: int) -> None:
+        self._lengths[start] = end - start
+        self._starts[end] = start
+        heapq.heappush(self._heap, (start - end, end))
+        if len(self._heap) > 2 * len(self._lengths) + 64:
+            self._heap = [(start - end, end) for end, start in self._starts.items()]
+            heapq.heapify(self._heap)
+
+    def _largest_extent(self) -> int:
+        """The start of the longest free extent. There must be one."""
+        while True:
+            negative_length, end = self._heap[0]
+            start = self._starts.get(end)
+            if start is None:
+                heapq.heappop(self._heap)
+            elif start - end == negative_length:
+                return start
+            else:
+                heapq.heapreplace(self._heap, (start - end, end))
+
+
+class HeldPages:
+    """The pages of one request, in page order, each as T slots: slot on rank r, or NO_SLOT.
+
+    Attributes:
+        owner: the request's owner rank, the same for as long as it holds pages.
+        pages: T slots a page.
+        counts: pages on each rank.
+        last: slot of the last page on each rank, None where it holds none.
+    """
+
+    __slots__ = ("counts", "last", "owner", "pages")
+
+    def __init__(self, owner: int, ranks: int, pages: Iterable[tuple[int, ...]] = ()) -> None:
+        self.owner = owner
+        self.pages = list(pages)
+        on_rank = [self.slots_on(rank) for rank in range(ranks)]
+        self.counts = [len(slots) for slots in on_rank]
+        self.last: list[int | None] = [slots[-1] if slots else None for slots in on_rank]
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    def slots_on(self, rank: int) -> list[int]:
+        """The slots of `rank` in page order."""
+        return [page[rank] for page in self.pages if page[rank] != NO_SLOT]
+
+
+class PagePool:
+    """The free pages of a group in one layout. Another layout has other slots and other holders: another pool.
+
+    Args:
+        layout: decides which ranks hold a page.
+        slots: for each rank, the slots that may hold pages in `layout`.
+        resident: pages that already lie where `layout` wants them.
+    """
+
+    def __init__(self, layout: Layout, slots: Sequence[np.ndarray], resident: Iterable[HeldPages] = ()) -> None:
+        self.layout = layout
+        self.ranks = len(slots)
+        self._holders = [_HolderTable(layout, owner, self.ranks) for owner in range(self.ranks)]
+        used: list[list[int]] = [[] for _ in slots]
+        for held in resident:
+            assert not len(held) or held.counts == self._holders[held.owner].needs(0, len(held))
+            for rank, taken in enumerate(used):
+                taken.extend(held.slots_on(rank))
+        self._allocators = [PageAllocator(own, taken) for own, taken in zip(slots, used, strict=True)]
+
+    @classmethod
+    def of_geometry(cls, geometry: ArenaGeometry, layout: Layout, resident: Iterable[HeldPages] = ()) -> PagePool:
+        """The pool of a group whose arenas have this geometry."""
+        return cls(layout, [geometry.page_slots(layout, rank) for rank in range(geometry.ranks)], resident)
+
+    @property
+    def num_free(self) -> list[int]:
+        """Free pages on each rank."""
+        return [allocator.num_free for allocator in self._allocators]
+
+    @property
+    def num_total(self) -> list[int]:
+        """Pages that each rank has room for."""
+        return [allocator.num_total for allocator in self._allocators]
+
+    def fits_alone(self, owner: int, count: int) -> bool:
+        """Whether a request of `owner` could have `count` pages if no other request had any."""
+        needs = self._holders[owner].needs(0, count)
+        return all(need <= allocator.num_total for need, allocator in zip(needs, self._allocators, strict=True))
+
+    def lacking(self, owner: int, first: int, count: int) -> list[int]:
+        """The ranks that have too few free pages for the pages first .. first + count - 1 of a request of `owner`."""
+        needs = self._holders[owner].needs(first, count)
+        return [rank for rank, need in enumerate(needs) if need > self._allocators[rank].num_free]
+
+    def grow(self, held: HeldPages, count: int) -> bool:
+        """Add `count` pages to a request on the ranks that hold them. Where any rank lacks one, add none: False."""
+        first = len(held.pages)
+        table = self._holders[held.owner]
+        needs = table.needs(first, count)
+        for allocator, need in zip(self._allocators, needs, strict=True):
+            if need > allocator.num_free:
+                return False
+        supplies: list[Iterator[int]] = []
+        for rank, need in enumerate(needs):
+            slots: list[int] = []
+            if need:
+                slots = self._allocators[rank].allocate(need, held.last[rank])
+                held.last[rank] = slots[-1]
+                held.counts[rank] += need
+            supplies.append(iter(slots))
+        for holders in table.holders[first : first + count]:
+            page = [NO_SLOT] * self.ranks
+            for rank in holders:
+                page[rank] = next(supplies[rank])
+            held.pages.append(tuple(page))
+        return True
+
+    def release(self, held: HeldPages) -> None:
+        """Free all pages of a request, whose table is empty afterwards."""
+        for rank, allocator in enumerate(self._allocators):
+            allocator.free(held.slots_on(rank))
+            held.counts[rank] = 0
+            held.last[rank] = None
+        held.pages.clear()
+
+
+class _HolderTable:
+    """Who holds each page number of any request of one owner: the ownership rule, kept for quick look-up.
+
+    Attributes:
+        holders: the ranks that hold page number 0, 1, ..., as far as they were asked for.
+    """
+
+    def __init__(self, layout: Layout, owner: int, ranks: int) -> None:
+        self._layout = layout
+        self._owner = owner
+        self.holders: list[tuple[int, ...]] = []
+        self._before = np.zeros((1, ranks), dtype=np.int64)  # [c, r]: pages on rank r of those numbered below c
+
+    def needs(self, first: int, count: int) -> list[int]:
+        """Pages on each rank among the pages first .. first + count - 1."""
+        if first + count > len(self.holders):
+            self._extend(max(first + count, 2 * len(self.holders), 64))
+        counts: list[int] = (self._before[first + count] - self._before[first]).tolist()
+        return counts
+
+    def _extend(self, end: int) -> None:
+        numbers = np.arange(len(self.holders), end)
+        ranks = self._before.shape[1]
+        held = page_holders(numbers, np.full(len(numbers), self._owner), self._layout, ranks)
+        self._before = np.concatenate((self._before, self._before[-1] + np.cumsum(held, axis=0)))
+        self.holders.extend(tuple(np.flatnonzero(row).tolist()) for row in held)

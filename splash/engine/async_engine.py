@@ -1,0 +1,194 @@
+"""AsyncEngine: an `Engine` in a thread of its own, for callers on an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from splash.core.errors import RequestError, SplashError, WorkerError
+from splash.engine.config import EngineConfig
+from splash.engine.engine import Engine, EngineStats
+from splash.engine.outputs import GenerationRequest, RequestOutput
+from splash.engine.tokenizer import Tokenizer
+from splash.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class _Add:
+    request: GenerationRequest
+    sink: asyncio.Queue[RequestOutput | SplashError]
+
+
+@dataclass(frozen=True)
+class _Abort:
+    request_id: str
+
+
+class _Close:
+    pass
+
+
+class AsyncEngine:
+    """Streams requests through an engine whose loop runs in its own thread.
+
+    The thread sleeps while there is nothing to do. Everything that a step brings crosses to the event loop in one call.
+    Attributes of the engine may be read once `start` has returned.
+    """
+
+    def __init__(self, config: EngineConfig, progress: Callable[[str], None] = lambda line: None) -> None:
+        self._config = config
+        self._progress = progress
+        self._commands: queue.SimpleQueue[_Add | _Abort | _Close] = queue.SimpleQueue()
+        self._sinks: dict[str, asyncio.Queue[RequestOutput | SplashError]] = {}
+        self._engine: Engine | None = None
+        self._thread: threading.Thread | None = None
+        self.error: SplashError | None = None
+
+    async def start(self) -> None:
+        """Start the group and load the model. Raises what `Engine` raises."""
+        self._loop = asyncio.get_running_loop()
+        started: asyncio.Future[None] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="splash-engine", daemon=True)
+        self._thread.start()
+        await started
+
+    async def close(self) -> None:
+        """End the loop and the ranks. Idempotent."""
+        if self._thread is not None:
+            self._commands.put(_Close())
+            await asyncio.to_thread(self._thread.join)
+            self._thread = None
+
+    @property
+    def _started(self) -> Engine:
+        assert self._engine is not None, "start() first"
+        return self._engine
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._started.tokenizer
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """What config.json said."""
+        return self._started.model_config
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output, in tokens."""
+        return self._started.max_model_len
+
+    @property
+    def layout(self) -> str:
+        """Name of the layout that steps run in."""
+        return self._started.layout
+
+    @property
+    def ranks(self) -> int:
+        """T."""
+        return self._started.ranks
+
+    @property
+    def hardware(self) -> str:
+        """Name of the platform."""
+        return self._started.hardware
+
+    def stats(self) -> EngineStats:
+        """A snapshot of load and memory."""
+        return self._started.stats()
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+        """Stream a request's outputs. Closing the iterator early aborts the request.
+
+        Raises:
+            RequestError: the request cannot be served.
+            WorkerError: the group died.
+        """
+        if self.error is not None:
+            raise self.error
+        if request.id in self._sinks:
+            raise RequestError("request_id", f"{request.id!r} is in use by a live request")
+        sink: asyncio.Queue[RequestOutput | SplashError] = asyncio.Queue()
+        self._sinks[request.id] = sink
+        self._commands.put(_Add(request, sink))
+        finished = False
+        try:
+            while not finished:
+                item = await sink.get()
+                if isinstance(item, SplashError):
+                    finished = True
+                    raise item
+                finished = item.finish_reason is not None
+                yield item
+        finally:
+            self._sinks.pop(request.id, None)
+            if not finished:
+                self._commands.put(_Abort(request.id))
+
+    async def abort(self, request_id: str) -> None:
+        """Stop a request; its stream ends with finish reason "abort"."""
+        self._commands.put(_Abort(request_id))
+
+    def _run(self, started: asyncio.Future[None]) -> None:
+        """The engine's thread."""
+        try:
+            engine = Engine(self._config, self._progress)
+        except BaseException as error:
+            self._loop.call_soon_threadsafe(_fail, started, error)
+            return
+        self._engine = engine
+        self._loop.call_soon_threadsafe(_succeed, started)
+        try:
+            while self._obey(engine, wait=not engine.has_work):
+                if engine.has_work:
+                    outputs = engine.step()
+                    if outputs:
+                        self._loop.call_soon_threadsafe(self._deliver, outputs)
+        except BaseException as error:
+            died = error if isinstance(error, SplashError) else WorkerError(f"the engine failed: {error!r}")
+            self.error = died
+            self._loop.call_soon_threadsafe(self._deliver_error, died)
+        finally:
+            engine.close()
+
+    def _obey(self, engine: Engine, wait: bool) -> bool:
+        """Carry out the commands that have arrived, waiting for one if asked. False once told to close."""
+        while True:
+            try:
+                command = self._commands.get(block=wait)
+            except queue.Empty:
+                return True
+            wait = False
+            if isinstance(command, _Close):
+                return False
+            if isinstance(command, _Abort):
+                engine.abort(command.request_id)
+                continue
+            try:
+                engine.add_request(command.request)
+            except SplashError as error:
+                self._loop.call_soon_threadsafe(command.sink.put_nowait, error)
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            sink = self._sinks.get(output.id)
+            if sink is not None:
+                sink.put_nowait(output)
+
+    def _deliver_error(self, error: SplashError) -> None:
+        for sink in self._sinks.values():
+            sink.put_nowait(error)
+
+
+def _succeed(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _fail(future: asyncio.Future[None], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

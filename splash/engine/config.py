@@ -1,0 +1,59 @@
+"""EngineConfig: everything an engine needs to start, as plain values. Entry points build it; nothing else reads configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from splash.core.errors import ConfigError
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How to start an engine.
+
+    Attributes:
+        model: directory of a Hugging Face checkpoint, or "builtin:NAME" for one that ships with SPLASH.
+        hardware: platform name ("cpu", "cuda", "rocm"), or None to take the best that is usable here.
+        ranks: T, the number of ranks; None takes the platform's default (2 on the CPU).
+        layout: name of the layout to serve in.
+        dtype: "float32" or "bfloat16", of weights, activations and cache.
+        page_size: token positions a page, a power of two.
+        max_model_len: longest prompt plus output in tokens; None takes the checkpoint's.
+        max_num_seqs: most requests that run at once.
+        max_batched_tokens: most query rows a step; longer prompts are prefilled in chunks.
+        kv_cache_gib: memory a rank for arenas (attention weights and KV pages of all layers), in GiB.
+        step_timeout_s: a step that takes longer counts as hung.
+        seed: seeds requests that bring no seed of their own.
+
+    Raises:
+        ConfigError: naming the option that is out of range.
+    """
+
+    model: str
+    hardware: str | None = None
+    ranks: int | None = None
+    layout: str = "tp"
+    dtype: str = "float32"
+    page_size: int = 64
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_batched_tokens: int = 2048
+    kv_cache_gib: float = 1.0
+    step_timeout_s: float = 120.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field, ok, accepted in (
+            ("ranks", self.ranks is None or self.ranks >= 1, "at least 1"),
+            ("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}"),
+            ("page_size", self.page_size >= 1 and self.page_size & (self.page_size - 1) == 0, "a power of two"),
+            ("max_model_len", self.max_model_len is None or self.max_model_len >= 1, "at least 1"),
+            ("max_num_seqs", self.max_num_seqs >= 1, "at least 1"),
+            ("max_batched_tokens", self.max_batched_tokens >= 1, "at least 1"),
+            ("kv_cache_gib", self.kv_cache_gib > 0, "above 0"),
+            ("step_timeout_s", self.step_timeout_s > 0, "above 0"),
+        ):
+            if not ok:
+                raise ConfigError(field, f"must be {accepted}, not {getattr(self, field)!r}")

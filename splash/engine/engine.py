@@ -1,0 +1,264 @@
+"""Engine: the whole of serving in one loop. Schedule a step, have the ranks carry it out, turn tokens into text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from splash.core.errors import CapacityError, ConfigError, RequestError
+from splash.core.layout import Layout, check_layout, parse_layout
+from splash.core.memory import ArenaGeometry, slots_for
+from splash.core.pages import PagePool
+from splash.core.request import TokenLogprob
+from splash.core.spec import DTYPE_BYTES, kv_format
+from splash.engine.config import EngineConfig
+from splash.engine.executor import Executor, LocalGroup
+from splash.engine.outputs import GenerationRequest, RequestOutput
+from splash.engine.text import OutputText
+from splash.engine.tokenizer import Tokenizer
+from splash.model.config import ModelConfig, check_servable, load_model_config, resolve_model_path
+from splash.platform import registry
+from splash.platform.base import Platform
+from splash.scheduler.config import SchedulerConfig
+from splash.scheduler.scheduler import Progress, Scheduler
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A snapshot for people and for metrics. Page counts are by rank."""
+
+    layout: str
+    running: int
+    waiting: int
+    free_pages: tuple[int, ...]
+    total_pages: tuple[int, ...]
+    preemptions: int
+    steps: int
+
+
+@dataclass
+class _Live:
+    """A request between its arrival and its last output."""
+
+    request: GenerationRequest
+    number: int
+    text: OutputText
+    num_output: int = 0
+
+    def output(
+        self,
+        tokens: tuple[int, ...] = (),
+        text: str = "",
+        logprobs: tuple[TokenLogprob, ...] = (),
+        finish_reason: str | None = None,
+        stop_reason: str | int | None = None,
+    ) -> RequestOutput:
+        """An output of this request."""
+        return RequestOutput(
+            id=self.request.id,
+            tokens=tokens,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            num_prompt_tokens=len(self.request.prompt),
+            num_output_tokens=self.num_output,
+        )
+
+
+class Engine:
+    """Serves requests in one layout on one group of ranks. Not thread-safe: one thread calls everything.
+
+    The step after is planned and sent before the text of the step before is made, so that ranks do not wait for it.
+    """
+
+    def __init__(self, config: EngineConfig, progress: Callable[[str], None] = lambda line: None) -> None:
+        """Check the configuration, start the group and load the model.
+
+        Args:
+            config: what to serve and how.
+            progress: receives a line for each thing that start-up does.
+
+        Raises:
+            ConfigError: an option cannot work, alone or with this model.
+            CheckpointError: the model directory cannot be served.
+            CapacityError: the model does not fit.
+            PlatformUnavailable: the hardware asked for is not usable here.
+            WorkerError: a rank failed to start.
+        """
+        started = time.monotonic()
+        self._model_path = resolve_model_path(config.model)
+        self.model_config: ModelConfig = load_model_config(config.model)
+        check_servable(self.model_config)
+        self.tokenizer = Tokenizer.load(self._model_path)
+        self._platform: Platform = registry.require(config.hardware) if config.hardware else registry.detect()
+        spec = self.model_config.spec
+        self.ranks = config.ranks or self._platform.default_ranks()
+        self._layout: Layout = parse_layout(config.layout)
+        check_layout(self._layout, spec.num_heads, self.ranks)
+        self.max_model_len = _model_len(config, spec.max_position_embeddings)
+        progress(f"platform {self._platform.name}: {self._platform.availability().reason}")
+        progress(
+            f"model {config.model}: {spec.architecture}, {spec.num_layers} layers, {spec.num_heads} heads, "
+            f"context {self.max_model_len}"
+        )
+        geometry = self._geometry(config)
+        pool = PagePool.of_geometry(geometry, self._layout)
+        progress(
+            f"memory a rank: {geometry.arena_bytes * spec.num_layers / GIB:.2f} GiB of arenas, "
+            f"{min(pool.num_total)} pages of {config.page_size} tokens in layout {self._layout}"
+        )
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=config.max_num_seqs,
+                max_batched_tokens=config.max_batched_tokens,
+                max_model_len=self.max_model_len,
+                page_size=config.page_size,
+                eos_token_ids=frozenset(self.model_config.eos_token_ids),
+            ),
+            pool,
+        )
+        progress(f"starting {self.ranks} ranks")
+        group = LocalGroup(config, str(self._model_path), self._platform, self.ranks, geometry)
+        weights = group.start(self.max_model_len)
+        self._executor: Executor = group
+        progress(
+            f"weights loaded: {sum(weights) / GIB:.3f} GiB beside the arenas over {self.ranks} ranks; "
+            f"ready in {time.monotonic() - started:.1f} s"
+        )
+        self._seed = config.seed
+        self._next_number = 0
+        self._steps = 0
+        self._in_flight = False
+        self._live: dict[int, _Live] = {}
+        self._numbers: dict[str, int] = {}
+        self._aborted: list[RequestOutput] = []
+
+    def _geometry(self, config: EngineConfig) -> ArenaGeometry:
+        spec = self.model_config.spec
+        kv, weight_bytes = kv_format(spec, config.dtype), DTYPE_BYTES[config.dtype]
+        budget = int(config.kv_cache_gib * GIB) // spec.num_layers
+        num_slots = slots_for(spec, kv, config.page_size, weight_bytes, budget)
+        try:
+            return ArenaGeometry(spec, kv, config.page_size, weight_bytes, self.ranks, num_slots)
+        except CapacityError as error:
+            raise CapacityError(f"kv_cache_gib={config.kv_cache_gib}: {error}") from None
+
+    @property
+    def layout(self) -> str:
+        """Name of the layout that steps run in."""
+        return self._layout.name
+
+    @property
+    def hardware(self) -> str:
+        """Name of the platform."""
+        return self._platform.name
+
+    def add_request(self, request: GenerationRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: naming the parameter that cannot be served; nothing else is affected.
+        """
+        request.params.validate()
+        if request.id in self._numbers:
+            raise RequestError("request_id", f"{request.id!r} is in use by a live request")
+        vocab = self.model_config.spec.vocab_size
+        for token in request.prompt:
+            if not 0 <= token < vocab:
+                raise RequestError("prompt", f"token id {token} is outside the vocabulary of {vocab}")
+        for token in request.params.stop_token_ids:
+            if not 0 <= token < vocab:
+                raise RequestError("stop_token_ids", f"token id {token} is outside the vocabulary of {vocab}")
+        number = self._next_number
+        seed = request.params.seed if request.params.seed is not None else self._seed + number
+        self.scheduler.add(number, request.prompt, request.params, seed)
+        self._next_number += 1
+        self._numbers[request.id] = number
+        text = OutputText(self.tokenizer, request.prompt, request.params.stop, request.params.min_tokens)
+        self._live[number] = _Live(request, number, text)
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request; its last output says "abort". Unknown and finished requests are passed over."""
+        number = self._numbers.get(request_id)
+        if number is not None:
+            live = self._live[number]
+            self.scheduler.abort(number)
+            self._forget(live)
+            self._aborted.append(live.output(text=live.text.finish(), finish_reason="abort"))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self._in_flight or bool(self._aborted) or self.scheduler.has_work
+
+    def step(self) -> list[RequestOutput]:
+        """Finish the step in flight, begin the next one, and return what the finished one brought.
+
+        Raises:
+            WorkerError: the group died; the engine can only be closed.
+        """
+        progress: list[Progress] = []
+        if self._in_flight:
+            progress = self.scheduler.apply(self._executor.collect())
+            self._in_flight = False
+            self._steps += 1
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self._executor.submit(plan)
+            self._in_flight = True
+        outputs, self._aborted = self._aborted, []
+        for item in progress:
+            live = self._live.get(item.id)
+            if live is not None:
+                outputs.append(self._advance(live, item))
+        return outputs
+
+    def _advance(self, live: _Live, item: Progress) -> RequestOutput:
+        """Turn one new token into an output, ending the request where a stop string says so."""
+        live.num_output += 1
+        reason = item.finish_reason
+        stop_reason: str | int | None = item.stop_reason
+        # The token that ended the request is not part of its text.
+        text, stop_string = ("", None) if reason == "stop" else live.text.push((item.token,))
+        if stop_string is not None:
+            if reason is None:
+                self.scheduler.abort(live.number)
+            reason, stop_reason = "stop", stop_string
+        elif reason is not None:
+            text += live.text.finish()
+        if reason is not None:
+            self._forget(live)
+        logprobs = () if item.logprob is None else (item.logprob,)
+        return live.output((item.token,), text, logprobs, reason, stop_reason)
+
+    def _forget(self, live: _Live) -> None:
+        del self._live[live.number]
+        del self._numbers[live.request.id]
+
+    def stats(self) -> EngineStats:
+        """A snapshot of load and memory."""
+        return EngineStats(
+            layout=self.layout,
+            running=self.scheduler.num_running,
+            waiting=self.scheduler.num_waiting,
+            free_pages=tuple(self.scheduler.pool.num_free),
+            total_pages=tuple(self.scheduler.pool.num_total),
+            preemptions=self.scheduler.num_preemptions,
+            steps=self._steps,
+        )
+
+    def close(self) -> None:
+        """End the ranks. Idempotent."""
+        self._executor.close()
+
+
+def _model_len(config: EngineConfig, supported: int) -> int:
+    if config.max_model_len is None:
+        return supported
+    if config.max_model_len > supported:
+        raise ConfigError("max_model_len", f"the model supports at most {supported} positions, not {config.max_model_len}")
+    return config.max_model_len

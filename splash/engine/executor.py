@@ -1,0 +1,186 @@
+"""Executors carry out step plans. `LocalGroup` does so with one process a rank on this host."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from typing import Protocol
+
+from splash.core import errors
+from splash.core.errors import SplashError, WorkerError
+from splash.core.memory import ArenaGeometry
+from splash.core.step import StepOutput, StepPlan
+from splash.engine.config import EngineConfig
+from splash.engine.messages import Channel, Failure, FromRank, Launch, Ready, Result, Run
+from splash.platform.base import Platform
+
+START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 5.0
+COLLECTIVE_SHARE = 0.8  # of the step timeout, so that the rank that waits can say for whom
+
+
+class Executor(Protocol):
+    """Carries out one plan at a time."""
+
+    def submit(self, plan: StepPlan) -> None:
+        """Begin a step. The step before must have been collected."""
+
+    def collect(self) -> StepOutput:
+        """Wait for the step that was submitted.
+
+        Raises:
+            WorkerError: a rank died, failed or hung; the executor can only be closed after that.
+        """
+
+    def close(self) -> None:
+        """End everything that the executor started. Idempotent."""
+
+
+class LocalGroup:
+    """A group of rank processes on this host.
+
+    Each rank has one end of a socket pair, so a rank learns of the launcher's death, and the launcher of a rank's, as
+    end of file. Ranks run in a session of their own: a terminal's Ctrl-C reaches only the launcher.
+    """
+
+    def __init__(
+        self, config: EngineConfig, model_path: str, platform: Platform, ranks: int, geometry: ArenaGeometry
+    ) -> None:
+        self._timeout_s = config.step_timeout_s
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._channels: list[Channel] = []
+        self._poller = select.poll()
+        self._rank_of: dict[int, int] = {}
+        self._config = config
+        self._model_path = model_path
+        self._platform = platform
+        self._ranks = ranks
+        self._geometry = geometry
+        self._handle = platform.create_group(ranks, geometry.spec.num_layers, geometry)
+
+    def start(self, max_model_len: int) -> list[int]:
+        """Start the ranks and wait until all are ready.
+
+        Returns:
+            bytes of weights outside the arenas, by rank.
+
+        Raises:
+            SplashError: what a rank failed with, of the same class.
+        """
+        try:
+            for rank in range(self._ranks):
+                self._spawn(rank, max_model_len)
+            ready: dict[int, int] = {}
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while len(ready) < self._ranks:
+                message = self._next_message(deadline, f"ranks that are not ready: {set(range(self._ranks)) - set(ready)}")
+                assert isinstance(message, Ready)
+                ready[message.rank] = message.weight_bytes
+        except BaseException:
+            self.close()
+            raise
+        return [ready[rank] for rank in range(self._ranks)]
+
+    def _spawn(self, rank: int, max_model_len: int) -> None:
+        ours, theirs = socket.socketpair()
+        environment = {**os.environ, **self._platform.rank_environment(self._ranks)}
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "splash.engine.worker", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(), *self._handle.fds),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._processes.append(process)
+        channel = Channel(ours, FromRank)
+        self._channels.append(channel)
+        self._rank_of[channel.fileno()] = rank
+        self._poller.register(channel.fileno(), select.POLLIN)
+        config = self._config
+        channel.send(
+            Launch(
+                rank=rank,
+                ranks=self._ranks,
+                platform=self._platform.name,
+                group=dict(self._handle.info),
+                model=self._model_path,
+                dtype=config.dtype,
+                layout=config.layout,
+                page_size=config.page_size,
+                num_slots=self._geometry.num_slots,
+                max_model_len=max_model_len,
+                collective_timeout_s=self._timeout_s * COLLECTIVE_SHARE,
+            )
+        )
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank."""
+        return [process.pid for process in self._processes]
+
+    def submit(self, plan: StepPlan) -> None:
+        frame = Channel.encode(Run(plan))
+        for rank, channel in enumerate(self._channels):
+            try:
+                channel.send_encoded(frame)
+            except OSError:
+                raise self._died(rank) from None
+
+    def collect(self) -> StepOutput:
+        message = self._next_message(time.monotonic() + self._timeout_s, "rank 0 has not answered")
+        assert isinstance(message, Result)
+        return message.output
+
+    def _next_message(self, deadline: float, waiting_for: str) -> Ready | Result:
+        events = self._poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        if not events:
+            raise WorkerError(f"no progress within the timeout; {waiting_for}")
+        for fd, _ in events:
+            rank = self._rank_of[fd]
+            try:
+                message = self._channels[rank].receive()
+            except EOFError:
+                raise self._died(rank) from None
+            if isinstance(message, Failure):
+                raise _revive(message)
+            assert isinstance(message, Ready | Result)
+            return message
+        raise AssertionError("unreachable")
+
+    def _died(self, rank: int) -> WorkerError:
+        try:
+            code = self._processes[rank].wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            return WorkerError(f"rank {rank} closed its socket but did not exit", rank)
+        how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        return WorkerError(f"rank {rank} {how}", rank)
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.close()
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        for process in self._processes:
+            try:
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._channels.clear()
+        self._processes.clear()
+        self._handle.close()
+
+
+def _revive(failure: Failure) -> SplashError:
+    """The exception that a rank failed with: of its own class where that is one of ours and takes just a message."""
+    text = f"rank {failure.rank}: {failure.message}"
+    if failure.kind in ("CheckpointError", "CapacityError", "PlatformUnavailable"):
+        kind: type[SplashError] = getattr(errors, failure.kind)
+        return kind(failure.message)
+    if failure.kind == "WorkerError":
+        return WorkerError(text, failure.blamed)
+    return WorkerError(f"rank {failure.rank} failed with {failure.kind}: {failure.message}", failure.rank)

@@ -1,0 +1,107 @@
+"""Messages between the launcher and its ranks: msgpack over a socket pair a rank. Nothing on a socket is ever unpickled."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+import msgspec
+
+from splash.core.step import StepOutput, StepPlan
+
+
+class Launch(msgspec.Struct, frozen=True, tag=True):
+    """First message to a rank: what to become."""
+
+    rank: int
+    ranks: int
+    platform: str
+    group: dict[str, int | str | list[int]]
+    model: str
+    dtype: str
+    layout: str
+    page_size: int
+    num_slots: int
+    max_model_len: int
+    collective_timeout_s: float
+
+
+class Run(msgspec.Struct, frozen=True, tag=True):
+    """Carry out a step."""
+
+    plan: StepPlan
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """A rank has joined its group and loaded its weights. Bytes it allocated for weights outside the arenas."""
+
+    rank: int
+    weight_bytes: int
+
+
+class Result(msgspec.Struct, frozen=True, tag=True):
+    """Rank 0's answer to a step."""
+
+    output: StepOutput
+
+
+class Failure(msgspec.Struct, frozen=True, tag=True):
+    """A rank cannot go on. `kind` is the exception's class name; `blamed` the rank at fault when it is not the sender."""
+
+    rank: int
+    kind: str
+    message: str
+    blamed: int | None = None
+
+
+ToRank = Launch | Run
+FromRank = Ready | Result | Failure
+
+_LENGTH = struct.Struct("<I")
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+class Channel:
+    """One end of a rank's socket: length-prefixed msgpack."""
+
+    def __init__(self, sock: socket.socket, receives: type) -> None:
+        self._socket = sock
+        self._decoder = msgspec.msgpack.Decoder(receives)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send one message. Raises OSError when the peer is gone."""
+        self.send_encoded(self.encode(message))
+
+    @staticmethod
+    def encode(message: msgspec.Struct) -> bytes:
+        """A message framed for `send_encoded`, for sending the same one to several peers."""
+        body = _ENCODER.encode(message)
+        return _LENGTH.pack(len(body)) + body
+
+    def send_encoded(self, frame: bytes) -> None:
+        """Send a frame made by `encode`."""
+        self._socket.sendall(frame)
+
+    def receive(self) -> ToRank | FromRank:
+        """Block until a message arrives. Raises EOFError when the peer has closed or died."""
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        return self._decoder.decode(self._read(length))
+
+    def _read(self, count: int) -> bytes:
+        chunks = []
+        while count:
+            try:
+                chunk = self._socket.recv(count)
+            except ConnectionError:
+                chunk = b""
+            if not chunk:
+                raise EOFError
+            chunks.append(chunk)
+            count -= len(chunk)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def close(self) -> None:
+        self._socket.close()

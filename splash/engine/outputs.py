@@ -1,0 +1,44 @@
+"""What a caller of the engine sends and receives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from splash.core.request import SamplingParams, TokenLogprob
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt to continue. `id` is the caller's, unique among live requests."""
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What one step brought for one request.
+
+    Concatenating `tokens`, `text` and `logprobs` over a request's outputs gives the whole. `text` is withheld while
+    it may be part of a stop string or of an unfinished character, so it can be empty, or cover several tokens.
+
+    Attributes:
+        id: the request's id.
+        tokens: new token ids, the end-of-sequence or stop token included.
+        text: new text, without stop strings and special tokens.
+        logprobs: one for each new token where the request asked for them, else empty.
+        finish_reason: None while running; "stop" (end of sequence, stop token or stop string), "length", or "abort".
+        stop_reason: the stop string or stop token id that ended the request, None otherwise.
+        num_prompt_tokens: tokens in the prompt.
+        num_output_tokens: tokens generated so far.
+    """
+
+    id: str
+    tokens: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: str | None
+    stop_reason: str | int | None
+    num_prompt_tokens: int
+    num_output_tokens: int

@@ -1,0 +1,257 @@
+"""Choosing tokens from logits, on rank 0.
+
+A request's token depends on its logits, its parameters, its seed and its position, and on nothing else: neither the
+other requests of the batch nor the layout or the number of ranks. So the randomness is one hashed uniform a token,
+applied to the cumulative distribution in vocabulary order.
+
+Shape suffixes: n rows, m some of them, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from splash.core.request import SamplingParams, TokenLogprob
+from splash.core.step import NewRequest
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) from a request's seed and a position: splitmix64 (Steele, Lea and Flood, OOPSLA '14)."""
+    bits = _mix(_mix(seed & _MASK) + (position + 1) * _GAMMA & _MASK)
+    return (bits >> 11) * 2.0**-53
+
+
+def _mix(z: int) -> int:
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+@dataclass(slots=True)
+class _State:
+    """What is kept of a request. `row` is its place in the penalty tables, None without penalties."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    is_plain: bool  # greedy, and nothing touches the logits once min_tokens are out
+    banned: tuple[int, ...]  # tokens that must not come before min_tokens are out
+    row: int | None = None
+    num_outputs: int = 0
+
+
+class Sampler:
+    """Samples for the live requests and remembers what each has generated.
+
+    Filters are applied in vLLM's order: penalties, temperature, min_p, top_k, top_p. A request that is computed
+    again after preemption is not added again: what it has generated stays.
+
+    Args:
+        eos_token_ids: tokens that may not come before `min_tokens`, except where a request ignores them.
+    """
+
+    def __init__(self, eos_token_ids: Collection[int]) -> None:
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._states: dict[int, _State] = {}
+        self._penalties = _PenaltyTables()
+
+    def add(self, new: NewRequest) -> None:
+        """Begin a request."""
+        assert new.id not in self._states, f"request {new.id} was added before"
+        params = new.params
+        is_plain = params.temperature == 0 and params.logprobs is None and not _has_penalties(params)
+        eos = () if params.ignore_eos else self._eos_token_ids
+        banned = (*eos, *params.stop_token_ids) if params.min_tokens else ()
+        self._states[new.id] = _State(new.prompt, params, new.seed, is_plain, banned)
+
+    def remove(self, id: int) -> None:
+        """Forget a request."""
+        state = self._states.pop(id)
+        if state.row is not None:
+            self._penalties.remove(state.row)
+
+    def sample(
+        self, logits_nV: torch.Tensor, queries: Sequence[tuple[int, int]]
+    ) -> tuple[list[int], list[TokenLogprob | None]]:
+        """Choose one token a row, and record it as the request's next output.
+
+        Args:
+            logits_nV: [n, V] float32 on any device, left as they are.
+            queries: (request, position of the row) of each row. A request has at most one row.
+
+        Returns:
+            Tokens, and for requests that want it the log-probability under the softmax of the logits as they came.
+        """
+        assert logits_nV.shape[0] == len(queries)
+        states = [self._states[id] for id, _ in queries]
+        logprobs: list[TokenLogprob | None] = [None] * len(queries)
+        if not states:
+            return [], logprobs
+        if all(state.is_plain and state.num_outputs >= state.params.min_tokens for state in states):
+            tokens = logits_nV.argmax(dim=-1).tolist()
+        else:
+            positions = [position for _, position in queries]
+            tokens = self._choose(self._adjust(logits_nV, states), states, positions)
+            _fill_logprobs(logprobs, logits_nV, states, tokens)
+            self._penalties.record([(s.row, t) for s, t in zip(states, tokens, strict=True) if s.row is not None])
+        for state in states:
+            state.num_outputs += 1
+        return tokens, logprobs
+
+    def _adjust(self, logits_nV: torch.Tensor, states: Sequence[_State]) -> torch.Tensor:
+        """Penalties, and -inf for what min_tokens forbids. Returns `logits_nV` itself where there is neither."""
+        penalised = [row for row, state in enumerate(states) if _has_penalties(state.params)]
+        banned = [
+            (row, token)
+            for row, state in enumerate(states)
+            if state.banned and state.num_outputs < state.params.min_tokens
+            for token in state.banned
+            if 0 <= token < logits_nV.shape[1]
+        ]
+        if not penalised and not banned:
+            return logits_nV
+        device = logits_nV.device
+        logits_nV = logits_nV.clone()
+        if penalised:
+            users = [states[row] for row in penalised]
+            for state in users:
+                if state.row is None:
+                    state.row = self._penalties.add(state.prompt, logits_nV.shape[1], device)
+            rows_m = torch.tensor(penalised, device=device)
+            logits_nV[rows_m] = self._penalties.apply(logits_nV[rows_m], users)
+        if banned:
+            rows, tokens = torch.tensor(banned, device=device).unbind(1)
+            logits_nV[rows, tokens] = -torch.inf
+        return logits_nV
+
+    def _choose(self, logits_nV: torch.Tensor, states: Sequence[_State], positions: Sequence[int]) -> list[int]:
+        tokens_n = logits_nV.argmax(dim=-1)
+        drawn = [row for row, state in enumerate(states) if state.params.temperature > 0]
+        if drawn:
+            rows_m = torch.tensor(drawn, device=logits_nV.device)
+            scores_mV = _filter(logits_nV[rows_m], [states[row].params for row in drawn])
+            uniforms = [uniform(states[row].seed, positions[row]) for row in drawn]
+            tokens_n[rows_m] = _inverse_cdf(scores_mV, uniforms)
+        return tokens_n.tolist()
+
+
+class _PenaltyTables:
+    """A row for each request with penalties: which tokens its prompt has (bool), how often its output has each."""
+
+    def __init__(self) -> None:
+        self._prompt_rV: torch.Tensor | None = None
+        self._counts_rV: torch.Tensor | None = None
+        self._free: list[int] = []
+
+    def add(self, prompt: Sequence[int], vocab_size: int, device: torch.device) -> int:
+        """A row for a request that has no output yet."""
+        if self._prompt_rV is None or self._counts_rV is None:
+            self._prompt_rV = torch.empty(0, vocab_size, dtype=torch.bool, device=device)
+            self._counts_rV = torch.empty(0, vocab_size, dtype=torch.float32, device=device)
+        if not self._free:
+            num_rows = self._prompt_rV.shape[0]
+            grown = max(4, num_rows)
+            self._prompt_rV = torch.cat((self._prompt_rV, self._prompt_rV.new_zeros(grown, vocab_size)))
+            self._counts_rV = torch.cat((self._counts_rV, self._counts_rV.new_zeros(grown, vocab_size)))
+            self._free.extend(reversed(range(num_rows, num_rows + grown)))
+        row = self._free.pop()
+        self._prompt_rV[row] = False
+        self._prompt_rV[row, torch.tensor(prompt, device=device)] = True
+        self._counts_rV[row] = 0
+        return row
+
+    def remove(self, row: int) -> None:
+        """Give a row back."""
+        self._free.append(row)
+
+    def record(self, outputs: Sequence[tuple[int, int]]) -> None:
+        """Count output tokens: (row, token), each row at most once."""
+        if outputs and self._counts_rV is not None:
+            rows, tokens = torch.tensor(outputs, device=self._counts_rV.device).unbind(1)
+            self._counts_rV[rows, tokens] += 1
+
+    def apply(self, logits_mV: torch.Tensor, states: Sequence[_State]) -> torch.Tensor:
+        """Repetition over prompt and output (CTRL), then frequency and presence over output (OpenAI)."""
+        assert self._prompt_rV is not None and self._counts_rV is not None
+        device = logits_mV.device
+        rows_m = torch.tensor([state.row for state in states], device=device)
+        values = [(s.params.repetition_penalty, s.params.frequency_penalty, s.params.presence_penalty) for s in states]
+        repetition, frequency, presence = torch.tensor(values, device=device).unsqueeze(2).unbind(1)
+        counts_mV = self._counts_rV[rows_m]
+        in_output_mV = counts_mV > 0
+        seen_mV = self._prompt_rV[rows_m] | in_output_mV
+        repeated_mV = torch.where(logits_mV > 0, logits_mV / repetition, logits_mV * repetition)
+        return torch.where(seen_mV, repeated_mV, logits_mV) - frequency * counts_mV - presence * in_output_mV
+
+
+def _has_penalties(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
+
+
+def _filter(logits_mV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """(logits - maximum) / temperature, and -inf for what min_p, top_k and top_p drop, which is never the maximum."""
+    device = logits_mV.device
+    # Less the maximum first, the likeliest score is 0 at any temperature that float32 can tell from 0.
+    temperature = torch.tensor([max(p.temperature, 1e-30) for p in params], device=device).unsqueeze(1)
+    scores_mV = (logits_mV - logits_mV.amax(dim=-1, keepdim=True)) / temperature
+    if any(p.min_p > 0 for p in params):
+        floor = torch.tensor([p.min_p for p in params], device=device).log().unsqueeze(1)
+        scores_mV = scores_mV.masked_fill(scores_mV < floor, -torch.inf)
+    vocab_size = logits_mV.shape[1]
+    limited = [row for row, p in enumerate(params) if 0 < p.top_k < vocab_size]
+    if limited:
+        rows = torch.tensor(limited, device=device)
+        ks = torch.tensor([params[row].top_k for row in limited], device=device).unsqueeze(1)
+        highest = scores_mV[rows].topk(int(ks.max()), dim=-1).values
+        scores_mV[rows] = scores_mV[rows].masked_fill(scores_mV[rows] < highest.gather(1, ks - 1), -torch.inf)
+    nucleus = [row for row, p in enumerate(params) if p.top_p < 1]
+    if nucleus:
+        rows = torch.tensor(nucleus, device=device)
+        top_p = torch.tensor([params[row].top_p for row in nucleus], dtype=torch.float64, device=device).unsqueeze(1)
+        ordered, index = scores_mV[rows].sort(dim=-1, descending=True, stable=True)
+        mass = ordered.double().softmax(dim=-1)
+        # A token stays while those before it fall short of top_p.
+        ordered[mass.cumsum(dim=-1) - mass >= top_p] = -torch.inf
+        scores_mV[rows] = torch.empty_like(ordered).scatter_(1, index, ordered)
+    return scores_mV
+
+
+def _inverse_cdf(scores_mV: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:
+    """The token at which the cumulative distribution of softmax(scores) passes each uniform: int64 [m].
+
+    In float64, so that how a device splits the sum does not decide which token is drawn.
+    """
+    cumulative_mV = scores_mV.double().exp().cumsum(dim=-1)
+    total_m1 = cumulative_mV[:, -1:]
+    uniforms_m1 = torch.tensor(uniforms, dtype=torch.float64, device=scores_mV.device).unsqueeze(1)
+    # Rounding could carry the product to the total itself, which no token passes.
+    targets_m1 = torch.minimum(uniforms_m1 * total_m1, torch.nextafter(total_m1, torch.zeros_like(total_m1)))
+    tokens_m = torch.searchsorted(cumulative_mV, targets_m1, right=True).squeeze(1)
+    # Where everything is -inf there is nothing to pass; a request may ban the whole vocabulary.
+    return tokens_m.clamp(max=scores_mV.shape[1] - 1)
+
+
+def _fill_logprobs(
+    logprobs: list[TokenLogprob | None], logits_nV: torch.Tensor, states: Sequence[_State], tokens: Sequence[int]
+) -> None:
+    """Enter the log-probabilities of the rows that want them, all in one pass."""
+    wanted = [(row, state.params.logprobs) for row, state in enumerate(states) if state.params.logprobs is not None]
+    if not wanted:
+        return
+    device = logits_nV.device
+    rows = [row for row, _ in wanted]
+    logprobs_mV = logits_nV[torch.tensor(rows, device=device)].log_softmax(dim=-1)
+    chosen_m1 = torch.tensor([[tokens[row]] for row in rows], device=device)
+    chosen = logprobs_mV.gather(1, chosen_m1).squeeze(1).tolist()
+    num_top = min(max(num for _, num in wanted), logits_nV.shape[1])
+    top = logprobs_mV.topk(num_top, dim=-1)
+    values, indices = top.values.tolist(), top.indices.tolist()
+    for place, (row, num) in enumerate(wanted):
+        alternatives = tuple(zip(indices[place][:num], values[place][:num], strict=True))
+        logprobs[row] = TokenLogprob(tokens[row], chosen[place], alternatives)

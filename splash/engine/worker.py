@@ -1,0 +1,87 @@
+"""A rank's process: `python -m splash.engine.worker FD`, started by `splash.engine.executor` and by nobody else.
+
+It obeys plans from its socket until the socket closes, which is also how it learns that its launcher is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import traceback
+
+from splash.core.errors import SplashError, WorkerError
+from splash.engine.messages import Channel, Failure, Launch, Ready, Result, Run, ToRank
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when the thread that started it ends, and stop at once if it already has."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def serve(channel: Channel) -> None:
+    """Become the rank that the first message describes, then obey."""
+    launch = channel.receive()
+    assert isinstance(launch, Launch)
+    try:
+        _run(channel, launch)
+    except EOFError:
+        return
+    except BaseException as error:
+        if not isinstance(error, SplashError):
+            traceback.print_exc()
+        blamed = error.rank if isinstance(error, WorkerError) else None
+        channel.send(Failure(launch.rank, type(error).__name__, str(error), blamed))
+        raise SystemExit(1) from None
+
+
+def _run(channel: Channel, launch: Launch) -> None:
+    import torch
+
+    from splash.core.memory import ArenaGeometry
+    from splash.core.spec import DTYPE_BYTES, kv_format
+    from splash.engine.runner import ModelRunner
+    from splash.model.config import load_model_config
+    from splash.platform.registry import get_platform
+
+    torch.set_grad_enabled(False)
+    config = load_model_config(launch.model)
+    geometry = ArenaGeometry(
+        spec=config.spec,
+        kv=kv_format(config.spec, launch.dtype),
+        page_size=launch.page_size,
+        weight_bytes=DTYPE_BYTES[launch.dtype],
+        ranks=launch.ranks,
+        num_slots=launch.num_slots,
+    )
+    group = get_platform(launch.platform).join(launch.group, launch.rank, launch.collective_timeout_s)
+    try:
+        runner = ModelRunner(
+            launch.model, geometry, group, launch.layout, launch.dtype, launch.max_model_len, config.eos_token_ids
+        )
+        channel.send(Ready(launch.rank, runner.weight_bytes))
+        while True:
+            message = channel.receive()
+            assert isinstance(message, Run)
+            output = runner.run(message.plan)
+            if output is not None:
+                channel.send(Result(output))
+    finally:
+        group.comm.close()
+
+
+def main() -> None:
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    serve(Channel(socket.socket(fileno=int(sys.argv[1])), ToRank))
+
+
+if __name__ == "__main__":
+    main()

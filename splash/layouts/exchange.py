@@ -1,0 +1,286 @@
+"""The exchanges around attention. One class for each way that rows, heads and pages can fail to be in one place.
+
+    projections   KV          before attention                    after attention
+    sharded       replicated  nothing                             nothing
+    replicated    request     nothing                             nothing
+    sharded       request     all-to-all: heads -> owned rows     the reverse all-to-all
+    sharded       position    all-gather of heads                 LSE-weighted reduce-scatter over heads
+    replicated    position    single rows: all-gather of rows     LSE-weighted reduce-scatter over rows
+                              chunks: all-gather of history       nothing
+
+An exchange is built once a step from the rows and used by every layer. Every rank enters every collective of its layout,
+whatever rows it has.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from splash.core.layout import KV, Layout, Projections
+from splash.core.step import NO_SLOT
+from splash.layouts.project import Heads
+from splash.layouts.rows import StepRows
+from splash.platform.base import AttentionBatch, Rank
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What a layer brings to its exchange.
+
+    Attributes:
+        heads: the projections that this rank uses.
+        query_nQ: Q-B's input for this rank's rows.
+        latent_nK: [latent | rotary key] of this rank's rows.
+        pages_SPK: this rank's cache of the layer.
+        scale: softmax scale.
+        value_dim: C.
+    """
+
+    heads: Heads
+    query_nQ: Tensor
+    latent_nK: Tensor
+    pages_SPK: Tensor
+    scale: float
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """cos and sin of some rows, [n, R / 2] float32."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __getitem__(self, rows: slice) -> Rotary:
+        return Rotary(self.cos[rows], self.sin[rows])
+
+
+class Exchange(ABC):
+    """Stores the step's keys and attends, leaving this rank's projected heads of its rows."""
+
+    def __init__(self, rows: StepRows, rotary_N: Rotary, group: Rank) -> None:
+        self.rows = rows
+        self.group = group
+        self.rotary = rotary_N[rows.local]
+
+    @abstractmethod
+    def run(self, inputs: AttentionInputs) -> Tensor:
+        """Attention over the latent cache: [n, h, C] for this rank's rows and the heads of `inputs`."""
+
+    def _attend(self, inputs: AttentionInputs, q_nHK: Tensor, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
+        return self.group.attention.attend(q_nHK, inputs.pages_SPK, batch, inputs.scale, inputs.value_dim)
+
+    def _queries(self, inputs: AttentionInputs) -> Tensor:
+        return inputs.heads.queries(inputs.query_nQ, self.rotary.cos, self.rotary.sin, self.group.kernels)
+
+
+class Store:
+    """Which of some rows this rank caches, and where."""
+
+    def __init__(self, rows: StepRows, selection: slice | np.ndarray, group: Rank) -> None:
+        slots_n = rows.slots(selection)
+        held_n = slots_n != NO_SLOT
+        flat_n = slots_n * rows.page_size + rows.positions_N[selection] % rows.page_size
+        self._kernels = group.kernels
+        self._all = bool(held_n.all())
+        self._empty = not held_n.any()
+        self._index = torch.from_numpy(flat_n[held_n]).to(group.device)
+        self._rows = torch.from_numpy(np.flatnonzero(held_n)).to(group.device)
+
+    def __call__(self, pages_SPK: Tensor, latent_nK: Tensor) -> None:
+        if not self._empty:
+            self._kernels.store(pages_SPK, self._index, latent_nK if self._all else latent_nK[self._rows])
+
+
+def attention_batch(rows: StepRows, selection: slice | np.ndarray) -> AttentionBatch:
+    """The batch in which `selection`, rows of this rank in global order, attends to the pages that this rank holds."""
+    pages_of = [_held_pages(rows, query) for query in range(len(rows.queries))]
+    return _batch(rows, selection, pages_of)
+
+
+def _held_pages(rows: StepRows, query: int) -> tuple[np.ndarray, np.ndarray]:
+    """(slots, page numbers) of the pages of a query's request that this rank holds."""
+    slots = rows.tables[query].slots_cT[:, rows.rank]
+    numbers = np.flatnonzero(slots != NO_SLOT)
+    return slots[numbers].astype(np.int64), numbers
+
+
+def _batch(
+    rows: StepRows, selection: slice | np.ndarray, pages_of: Sequence[tuple[np.ndarray, np.ndarray]]
+) -> AttentionBatch:
+    query_n = rows.query_N[selection]
+    present, counts = np.unique(query_n, return_counts=True)
+    # Rows of a rank are sorted by query already, within singles and within chunks.
+    pages = [pages_of[query] for query in present]
+    none = np.empty(0, dtype=np.int64)
+    return AttentionBatch(
+        row_positions=rows.positions_N[selection],
+        row_starts=np.r_[0, np.cumsum(counts)].astype(np.int64),
+        slots=np.concatenate([slots for slots, _ in pages]) if pages else none,
+        numbers=np.concatenate([numbers for _, numbers in pages]) if pages else none,
+        page_starts=np.r_[0, np.cumsum([len(slots) for slots, _ in pages])].astype(np.int64),
+    )
+
+
+class LocalExchange(Exchange):
+    """Rows, the heads projected for them and their pages are on this rank already."""
+
+    def __init__(self, rows: StepRows, rotary_N: Rotary, group: Rank) -> None:
+        super().__init__(rows, rotary_N, group)
+        self._store = Store(rows, rows.local, group)
+        self._batch = attention_batch(rows, rows.local)
+
+    def run(self, inputs: AttentionInputs) -> Tensor:
+        self._store(inputs.pages_SPK, inputs.latent_nK)
+        out_nhC, _ = self._attend(inputs, self._queries(inputs), self._batch)
+        return out_nhC
+
+
+class OwnerExchange(Exchange):
+    """Heads are sharded, pages are with their request's owner: exchange (all rows, own heads) for (own rows, all heads).
+
+    Heads of rank t arrive as block t, so all heads are in order once the blocks lie side by side.
+    """
+
+    def __init__(self, rows: StepRows, rotary_N: Rotary, group: Rank) -> None:
+        super().__init__(rows, rotary_N, group)
+        self._store = Store(rows, rows.local, group)
+        self._batch = attention_batch(rows, rows.own)
+        self._by_owner = rows.counts_T
+        self._own = [rows.counts_T[rows.rank]] * rows.ranks
+
+    def run(self, inputs: AttentionInputs) -> Tensor:
+        self._store(inputs.pages_SPK, inputs.latent_nK)
+        comm, ranks, own = self.group.comm, self.group.size, self._own[0]
+        q_NhK = self._queries(inputs)
+        q_TnhK = comm.all_to_all(q_NhK, self._by_owner, self._own).view(ranks, own, *q_NhK.shape[1:])
+        out_nHC, _ = self._attend(inputs, q_TnhK.transpose(0, 1).flatten(1, 2), self._batch)
+        out_TnhC = out_nHC.view(own, ranks, q_NhK.shape[1], inputs.value_dim).transpose(0, 1).contiguous()
+        return comm.all_to_all(out_TnhC.flatten(0, 1), self._own, self._by_owner)
+
+
+class HeadExchange(Exchange):
+    """Heads and pages are both sharded: every rank attends with all heads to its own pages, then parts are merged."""
+
+    def __init__(self, rows: StepRows, rotary_N: Rotary, group: Rank) -> None:
+        super().__init__(rows, rotary_N, group)
+        self._store = Store(rows, rows.local, group)
+        self._batch = attention_batch(rows, rows.local)
+
+    def run(self, inputs: AttentionInputs) -> Tensor:
+        self._store(inputs.pages_SPK, inputs.latent_nK)
+        q_nhK = self._queries(inputs)
+        heads_T = [q_nhK.shape[1]] * self.group.size
+        q_HnK = self.group.comm.all_gather(q_nhK.transpose(0, 1).contiguous(), heads_T)
+        out_nHC, lse_nH = self._attend(inputs, q_HnK.transpose(0, 1).contiguous(), self._batch)
+        out_hnC = merge_parts(out_nHC.transpose(0, 1), lse_nH.t(), heads_T, self.group)
+        return out_hnC.transpose(0, 1)
+
+
+class PositionExchange(Exchange):
+    """Heads are replicated, pages are sharded by position, rows are split.
+
+    Single rows go to every rank (as Q-B inputs, which are smaller than queries), attend to each rank's own pages and
+    are merged. Rows of chunks stay: the history that they attend to is gathered, in rank order, into a workspace.
+    """
+
+    def __init__(self, rows: StepRows, rotary_N: Rotary, group: Rank) -> None:
+        super().__init__(rows, rotary_N, group)
+        own = rows.own
+        home_N = np.repeat(np.arange(rows.ranks), rows.counts_T)
+        singles = np.flatnonzero(~rows.is_chunk_N)
+        self._single_counts = [int(count) for count in np.bincount(home_N[singles], minlength=rows.ranks)]
+        self._num_chunk = rows.counts_T[rows.rank] - self._single_counts[rows.rank]
+        chunk = slice(own.start, own.start + self._num_chunk)
+        self._has_singles = len(singles) > 0
+        if self._has_singles:
+            index = torch.from_numpy(singles)
+            self._single_rotary = Rotary(rotary_N.cos[index], rotary_N.sin[index])
+            self._single_store = Store(rows, singles, group)
+            self._single_batch = attention_batch(rows, singles)
+        self._has_chunks = len(singles) < len(home_N)
+        if self._has_chunks:
+            self._chunk_store = Store(rows, chunk, group)
+            self._plan_history(rows, chunk, group)
+
+    def _plan_history(self, rows: StepRows, chunk: slice, group: Rank) -> None:
+        holders, owned = [], []
+        chunk_queries = [query for query in range(len(rows.queries)) if len(rows.queries[query].tokens) > 1]
+        for query in chunk_queries:
+            slots_cT = rows.tables[query].slots_cT
+            holder_c = (slots_cT != NO_SLOT).argmax(axis=1)
+            holders.append(holder_c)
+            owned.append(slots_cT[holder_c == rows.rank, rows.rank])
+        holder_all = np.concatenate(holders)
+        self._page_counts = [int(count) for count in np.bincount(holder_all, minlength=rows.ranks)]
+        # Where each page lands: ranks one after another, and within a rank in (query, page) order.
+        order = np.argsort(holder_all, kind="stable")
+        place = np.empty(len(order), dtype=np.int64)
+        place[order] = np.arange(len(order))
+        pages_of: list[tuple[np.ndarray, np.ndarray]] = [(place[:0], place[:0])] * len(rows.queries)
+        start = 0
+        for query, holder_c in zip(chunk_queries, holders, strict=True):
+            pages_of[query] = (place[start : start + len(holder_c)], np.arange(len(holder_c)))
+            start += len(holder_c)
+        self._owned_slots = torch.from_numpy(np.concatenate(owned).astype(np.int64)).to(group.device)
+        self._chunk_batch = _batch(rows, chunk, pages_of)
+
+    def run(self, inputs: AttentionInputs) -> Tensor:
+        n = self._num_chunk
+        parts = []
+        if self._has_chunks:
+            parts.append(self._run_chunks(inputs, n))
+        if self._has_singles:
+            parts.append(self._run_singles(inputs, n))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _run_chunks(self, inputs: AttentionInputs, n: int) -> Tensor:
+        self._chunk_store(inputs.pages_SPK, inputs.latent_nK[:n])
+        history = self.group.comm.all_gather(inputs.pages_SPK[self._owned_slots], self._page_counts)
+        rotary = self.rotary[:n]
+        q_nHK = inputs.heads.queries(inputs.query_nQ[:n], rotary.cos, rotary.sin, self.group.kernels)
+        out_nHC, _ = self.group.attention.attend(q_nHK, history, self._chunk_batch, inputs.scale, inputs.value_dim)
+        return out_nHC
+
+    def _run_singles(self, inputs: AttentionInputs, n: int) -> Tensor:
+        width = inputs.query_nQ.shape[1]
+        sent = torch.cat((inputs.query_nQ[n:], inputs.latent_nK[n:]), dim=1)
+        rows = self.group.comm.all_gather(sent, self._single_counts)
+        self._single_store(inputs.pages_SPK, rows[:, width:])
+        rotary = self._single_rotary
+        q_nHK = inputs.heads.queries(rows[:, :width], rotary.cos, rotary.sin, self.group.kernels)
+        out_nHC, lse_nH = self._attend(inputs, q_nHK, self._single_batch)
+        return merge_parts(out_nHC, lse_nH, self._single_counts, self.group)
+
+
+def merge_parts(out_aC: Tensor, lse_a: Tensor, counts: Sequence[int], group: Rank) -> Tensor:
+    """Merge every rank's attention over its own keys and scatter the result along the first dim by `counts`.
+
+    `out_aC` is [a, ..., C], `lse_a` [a, ...]. Each rank weighs its part by exp(lse - lse of all), so that the reduction is
+    a plain sum. A part that saw nothing weighs 0; a row that no rank has keys for gives 0.
+    """
+    size = group.size
+    if size == 1:
+        return out_aC
+    length = lse_a.shape[0]
+    lse_Ta = group.comm.all_gather(lse_a.contiguous(), [length] * size).view(size, *lse_a.shape)
+    total_a = torch.logsumexp(lse_Ta, dim=0)
+    weight_a = torch.where(torch.isneginf(lse_a), torch.zeros_like(lse_a), torch.exp(lse_a - total_a))
+    weighted = (out_aC * weight_a.unsqueeze(-1)).to(out_aC.dtype)
+    return group.comm.reduce_scatter(weighted.contiguous(), counts)
+
+
+def make_exchange(layout: Layout, rows: StepRows, rotary_N: Rotary, group: Rank) -> Exchange:
+    """The exchange that a layout's placements call for."""
+    sharded = layout.projections is Projections.SHARDED
+    if layout.kv is KV.POSITION:
+        return (HeadExchange if sharded else PositionExchange)(rows, rotary_N, group)
+    if layout.kv is KV.REQUEST and sharded:
+        return OwnerExchange(rows, rotary_N, group)
+    return LocalExchange(rows, rotary_N, group)

@@ -1,0 +1,163 @@
+"""The CPU as a platform: one device, the host; ranks are processes that share anonymous memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from splash.core.errors import CapacityError, PlatformUnavailable
+from splash.platform.base import Availability, Communicator, DeviceInfo, GroupHandle, Platform, Rank
+
+if TYPE_CHECKING:
+    from splash.core.memory import ArenaGeometry
+
+COLLECTIVES = ("shm", "gloo")
+
+
+class CpuPlatform(Platform):
+    """The host's processors and memory.
+
+    Arenas and mailboxes are memory files without a name, inherited by the ranks as descriptors: the kernel frees them
+    with the last process that holds them, however it ends. Pages take memory only once they are written.
+
+    Args:
+        collectives: "shm" (shared memory, the default on x86) or "gloo" (torch.distributed, the default elsewhere).
+    """
+
+    name = "cpu"
+
+    def __init__(self, collectives: str | None = None) -> None:
+        if collectives is None:
+            collectives = "shm" if platform.machine() in ("x86_64", "AMD64") else "gloo"
+        assert collectives in COLLECTIVES, f"collectives must be one of {COLLECTIVES}, not {collectives!r}"
+        self._collectives = collectives
+
+    def availability(self) -> Availability:
+        if not sys.platform.startswith("linux"):
+            return Availability(
+                False,
+                f"the CPU platform needs Linux (memfd_create), not {sys.platform}",
+                "run in a Linux container or virtual machine",
+            )
+        if find_spec("torch") is None:
+            return Availability(
+                False,
+                "torch is not installed",
+                "pip install torch --index-url https://download.pytorch.org/whl/cpu",
+            )
+        return Availability(True, f"{_num_cores()} cores, {self._collectives} collectives")
+
+    def devices(self) -> list[DeviceInfo]:
+        if not self.availability().ok:
+            return []
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return [DeviceInfo(0, _processor_name(), min(total, _memory_limit()[0]), available_bytes())]
+
+    def default_ranks(self) -> int:
+        return 2
+
+    def rank_environment(self, ranks: int) -> dict[str, str]:
+        threads = str(max(1, _num_cores() // ranks))
+        return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+
+    def create_group(self, ranks: int, num_layers: int, geometry: ArenaGeometry) -> GroupHandle:
+        availability = self.availability()
+        if not availability.ok:
+            raise PlatformUnavailable(f"cpu: {availability.reason}; {availability.remedy}")
+        from splash.platform.cpu.arena import arena_file_bytes
+        from splash.platform.cpu.shm import mailbox_memory_bytes
+
+        assert ranks >= 1 and num_layers >= 1
+        arenas = arena_file_bytes(num_layers, geometry.arena_bytes)
+        shared = mailbox_memory_bytes(ranks) if self._collectives == "shm" else 0
+        available = available_bytes()
+        if ranks * arenas + shared > available:
+            raise CapacityError(
+                f"{ranks} ranks x {num_layers} layers x arenas of {_mib(geometry.arena_bytes)} and {_mib(shared)} of "
+                f"mailboxes take {_mib(ranks * arenas + shared)}, but {_mib(available)} of host memory is available; "
+                f"use fewer slots an arena (now {geometry.num_slots}), fewer ranks or a smaller model"
+            )
+        fds: list[int] = []
+        try:
+            for rank in range(ranks):
+                fds.append(os.memfd_create(f"splash-arenas-{rank}"))
+                os.ftruncate(fds[-1], arenas)
+            fds.append(os.memfd_create(f"splash-{self._collectives}"))
+            os.ftruncate(fds[-1], shared)
+        except OSError:
+            for fd in fds:
+                os.close(fd)
+            raise
+        info: dict[str, int | str | list[int]] = {
+            "collectives": self._collectives,
+            "ranks": ranks,
+            "num_layers": num_layers,
+            "arena_bytes": geometry.arena_bytes,
+            "arena_fds": fds[:-1],
+            "collectives_fd": fds[-1],
+        }
+        return GroupHandle(info, tuple(fds))
+
+    def join(self, handle_info: Mapping[str, int | str | list[int]], rank: int, timeout_s: float) -> Rank:
+        """Map the group's memory. Returns at once with shared memory; with gloo once every rank has connected."""
+        import torch
+
+        from splash.platform.cpu.arena import SharedArenas
+        from splash.platform.cpu.attention import CpuAttention
+        from splash.platform.cpu.gloo import GlooCommunicator
+        from splash.platform.cpu.kernels import CpuKernels
+        from splash.platform.cpu.shm import ShmCommunicator
+
+        # Scores far below the largest turn into subnormal probabilities, which make products ten times slower.
+        torch.set_flush_denormal(True)
+        info = cast("Mapping[str, Any]", handle_info)
+        size, fd = info["ranks"], info["collectives_fd"]
+        arenas = SharedArenas(info["arena_fds"], rank, info["num_layers"], info["arena_bytes"])
+        comm: Communicator
+        if info["collectives"] == "shm":
+            comm = ShmCommunicator(mmap.mmap(fd, 0), rank, size, timeout_s)
+        else:
+            comm = GlooCommunicator(fd, rank, size, timeout_s)
+        return Rank(rank, size, torch.device("cpu"), arenas, comm, CpuAttention(), CpuKernels())
+
+
+def available_bytes() -> int:
+    """Bytes that can be taken without swapping: what the kernel reckons, within the control group's limit."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            limit, used = _memory_limit()
+            return max(0, min(int(line.split()[1]) << 10, limit - used))
+    raise PlatformUnavailable("cpu: /proc/meminfo has no MemAvailable; Linux 3.14 or later is needed")
+
+
+def _memory_limit() -> tuple[int, int]:
+    """(limit, used) bytes of the control group (v2); no limit where there is none."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        return int((root / "memory.max").read_text()), int((root / "memory.current").read_text())
+    except (OSError, ValueError):  # no control group, or "max"
+        return 1 << 62, 0
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _processor_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.machine()
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"

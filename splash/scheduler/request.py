@@ -1,0 +1,79 @@
+"""A request as the scheduler sees it, and what a step brought for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from splash.core.pages import HeldPages
+from splash.core.request import SamplingParams, TokenLogprob
+from splash.core.step import NewRequest
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """One new token of one request.
+
+    Attributes:
+        id: the request.
+        token: its new token, the end-of-sequence or stop token included.
+        logprob: as the request asked for, else None.
+        finish_reason: None while running; "stop" (end of sequence or stop token) or "length".
+        stop_reason: the stop token that ended the request, None for an end of sequence.
+    """
+
+    id: int
+    token: int
+    logprob: TokenLogprob | None
+    finish_reason: str | None
+    stop_reason: int | None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A live request. It runs while it has `held`, and waits otherwise.
+
+    Attributes:
+        id: the engine's number for it.
+        arrival: its place in the order of arrival, which is the order of service.
+        new: what the ranks are told when they first hear of it.
+        num_prompt: tokens in the prompt.
+        max_tokens: most tokens to generate, clipped to the model's length.
+        tokens: prompt and output so far.
+        num_computed: positions whose keys are cached, or will be by the step in flight.
+        held: its pages, for all of `tokens` as of its admission and those since; None while it waits.
+        announced: whether the ranks have heard of it.
+        live: False once it has finished or was aborted.
+    """
+
+    id: int
+    arrival: int
+    new: NewRequest
+    num_prompt: int
+    max_tokens: int
+    tokens: list[int]
+    num_computed: int = 0
+    held: HeldPages | None = None
+    announced: bool = False
+    live: bool = True
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.new.params
+
+    @property
+    def max_positions(self) -> int:
+        """Positions cached if it runs to its end. The last token is returned, not computed on."""
+        return self.num_prompt + self.max_tokens - 1
+
+    def finish(self, eos_token_ids: frozenset[int]) -> tuple[str | None, int | None]:
+        """(finish_reason, stop_reason) as of the last output token."""
+        params = self.new.params
+        num_outputs = len(self.tokens) - self.num_prompt
+        token = self.tokens[-1]
+        if num_outputs > params.min_tokens:
+            if token in eos_token_ids and not params.ignore_eos:
+                return "stop", None
+            if token in params.stop_token_ids:
+                return "stop", token
+        return ("length", None) if num_outputs >= self.max_tokens else (None, None)

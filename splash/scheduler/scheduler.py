@@ -1,0 +1,311 @@
+"""Continuous batching with chunked prefill (Orca, OSDI '22; Sarathi-Serve, OSDI '24) over paged KV.
+
+Every step takes one row of each running request that has one token left to compute, then chunks of longer ones in
+order of arrival, then admits waiting requests, within one budget of rows. A request is admitted with the pages of
+all tokens that it has, so a prefill never stalls half-way. Where a request cannot grow by a page, the youngest
+request on the ranks that lack one gives up its pages and waits, to be computed again from its prompt and output.
+
+The oldest request always progresses: only younger requests make room for it, and by itself it fits. Nobody overtakes
+the first in the queue, so every request comes to be the oldest.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter
+
+from splash.core.errors import RequestError
+from splash.core.pages import HeldPages, PagePool
+from splash.core.request import SamplingParams
+from splash.core.step import NewRequest, Query, StepOutput, StepPlan
+from splash.scheduler.config import SchedulerConfig
+from splash.scheduler.owners import choose_owner
+from splash.scheduler.request import Progress, Request
+
+_by_arrival = attrgetter("arrival")
+
+
+class Scheduler:
+    """Decides what each step computes. At most one step is in flight: `schedule` and `apply` alternate.
+
+    Args:
+        config: limits.
+        pool: the group's pages, in the layout to serve in.
+
+    Attributes:
+        epoch: number of layout changes so far, stamped on every plan.
+        num_preemptions: how often a request lost its pages to another.
+    """
+
+    def __init__(self, config: SchedulerConfig, pool: PagePool) -> None:
+        self.config = config
+        self.pool = pool
+        self.epoch = 0
+        self.num_preemptions = 0
+        self._max_running = min(config.max_num_seqs, config.max_batched_tokens)
+        self._step = 0
+        self._num_arrived = 0
+        self._requests: dict[int, Request] = {}  # the live ones
+        self._waiting: list[tuple[int, Request]] = []  # heap by arrival; aborted requests leave when they reach the top
+        self._running: list[Request] = []  # by arrival
+        self._tokens = [0] * pool.ranks  # of running requests, by owner
+        self._in_flight: StepPlan | None = None
+        self._aborted_in_flight: list[Request] = []
+        self._released: list[int] = []  # for the next plan, as the following one
+        self._finished: list[int] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is live."""
+        return bool(self._requests)
+
+    @property
+    def num_running(self) -> int:
+        """Live requests that hold pages."""
+        return len(self._running) - len(self._aborted_in_flight)
+
+    @property
+    def num_waiting(self) -> int:
+        """Live requests that hold none: new ones, and preempted ones."""
+        return len(self._requests) - self.num_running
+
+    @property
+    def running(self) -> tuple[Request, ...]:
+        """The requests that hold pages, oldest first, those aborted in flight included."""
+        return tuple(self._running)
+
+    @property
+    def free_pages(self) -> list[int]:
+        """Free pages on each rank."""
+        return self.pool.num_free
+
+    @property
+    def tokens_per_rank(self) -> list[int]:
+        """Context tokens of the running requests that each rank owns."""
+        return list(self._tokens)
+
+    def add(self, id: int, prompt: Sequence[int], params: SamplingParams, seed: int) -> None:
+        """Queue a request. `id` is never used again. `max_tokens` is clipped to the model's length.
+
+        Raises:
+            RequestError: the prompt is empty, or it or its output cannot fit in the model's length or in memory.
+        """
+        assert id not in self._requests, f"request {id} is live"
+        prompt = tuple(prompt)
+        max_model_len = self.config.max_model_len
+        if not prompt:
+            raise RequestError("prompt", "must have at least 1 token")
+        if len(prompt) + 1 > max_model_len:
+            raise RequestError(
+                "prompt", f"has {len(prompt)} tokens; the model's length of {max_model_len} accepts {max_model_len - 1}"
+            )
+        max_tokens = min(params.max_tokens, max_model_len - len(prompt))
+        new = NewRequest(id, prompt, params, seed)
+        request = Request(id, self._num_arrived, new, len(prompt), max_tokens, list(prompt))
+        self._check_capacity(request)
+        self._num_arrived += 1
+        self._requests[id] = request
+        heapq.heappush(self._waiting, (request.arrival, request))
+
+    def abort(self, id: int) -> None:
+        """Drop a request, whose output is ignored from now on. One that is not live is passed over.
+
+        Ranks may still write to the pages of a step in flight: those are freed when its output is applied.
+        """
+        request = self._requests.pop(id, None)
+        if request is None:
+            return
+        request.live = False
+        if request.held is None:
+            if request.announced:
+                self._finished.append(id)
+        elif self._in_flight is not None:
+            self._aborted_in_flight.append(request)
+        else:
+            self._retire(request)
+            self._running.remove(request)
+
+    def schedule(self) -> StepPlan | None:
+        """Plan the next step; None where no request is live. Releases then wait for the plan after."""
+        assert self._in_flight is None, "a step is in flight"
+        rows: list[list[Query]] = [[] for _ in range(self.pool.ranks)]  # by owner
+        prefilling = self._schedule_decodes(rows)
+        budget = self.config.max_batched_tokens - sum(map(len, rows))
+        for request in prefilling:
+            budget -= self._schedule_chunk(request, budget, rows)
+        new: list[NewRequest] = []
+        while budget and (admitted := self._admit()) is not None:
+            if not admitted.announced:
+                admitted.announced = True
+                new.append(admitted.new)
+            budget -= self._schedule_chunk(admitted, budget, rows)
+        if not self._running:
+            assert not self._requests, "a request waits for pages that nobody holds"
+            return None
+        plan = StepPlan(
+            self._step,
+            self.epoch,
+            self.pool.layout.name,
+            tuple(chain.from_iterable(rows)),
+            tuple(new),
+            tuple(self._released),
+            tuple(self._finished),
+        )
+        self._step += 1
+        self._released.clear()
+        self._finished.clear()
+        self._in_flight = plan
+        return plan
+
+    def apply(self, output: StepOutput) -> list[Progress]:
+        """Take in what the step in flight brought: one `Progress` for each token of a request that is still live."""
+        plan = self._in_flight
+        assert plan is not None and (output.step, output.epoch) == (plan.step, plan.epoch), "not the step in flight"
+        assert output.requests == tuple([query.request for query in plan.queries if query.sample])
+        self._in_flight = None
+        progress = []
+        retired = self._aborted_in_flight
+        self._aborted_in_flight = []
+        eos_token_ids = self.config.eos_token_ids
+        for id, token, logprob in zip(output.requests, output.tokens, output.logprobs, strict=True):
+            request = self._requests.get(id)
+            if request is None:
+                continue
+            assert request.held is not None
+            request.tokens.append(token)
+            self._tokens[request.held.owner] += 1
+            finish_reason, stop_reason = request.finish(eos_token_ids)
+            if finish_reason is not None:
+                del self._requests[id]
+                request.live = False
+                retired.append(request)
+            progress.append(Progress(id, token, logprob, finish_reason, stop_reason))
+        if retired:
+            for request in retired:
+                self._retire(request)
+            self._running = [request for request in self._running if request.live]
+        return progress
+
+    def _num_pages(self, num_positions: int) -> int:
+        return -(-num_positions // self.config.page_size)
+
+    def _check_capacity(self, request: Request) -> None:
+        """Refuse a request that would never fit, even alone."""
+
+        def fits(num_positions: int) -> bool:
+            num_pages = self._num_pages(num_positions)
+            return any(self.pool.fits_alone(owner, num_pages) for owner in range(self.pool.ranks))
+
+        if fits(request.max_positions):
+            return
+        pool, page_size = self.pool, self.config.page_size
+        room = f"the {pool.num_total} pages of {page_size} tokens that the ranks have in layout {pool.layout}"
+        if not fits(request.num_prompt):
+            raise RequestError("prompt", f"has {request.num_prompt} tokens, too many for {room}")
+        raise RequestError(
+            "max_tokens",
+            f"is {request.max_tokens}, which with a prompt of {request.num_prompt} tokens is too many for {room}",
+        )
+
+    def _schedule_decodes(self, rows: list[list[Query]]) -> list[Request]:
+        """Add a row of each running request with one token to compute. Returns those with more, oldest first."""
+        page_size = self.config.page_size
+        running = self._running
+        prefilling = []
+        index = 0
+        while index < len(running):  # whoever is preempted on the way stands at `index` or later
+            request = running[index]
+            held, start, tokens = request.held, request.num_computed, request.tokens
+            assert held is not None
+            if len(tokens) - start > 1:
+                prefilling.append(request)
+                index += 1
+                continue
+            new_pages: tuple[tuple[int, ...], ...] = ()
+            if start % page_size == 0:
+                page = start // page_size
+                if page == len(held.pages) and not self._grow(index):
+                    continue
+                new_pages = (held.pages[page],)
+            owner = held.owner
+            rows[owner].append(Query(request.id, start, (tokens[start],), owner, True, new_pages))
+            request.num_computed = start + 1
+            index += 1
+        return prefilling
+
+    def _schedule_chunk(self, request: Request, budget: int, rows: list[list[Query]]) -> int:
+        """Add up to `budget` rows of a request whose pages it has. Returns how many."""
+        held, start, tokens = request.held, request.num_computed, request.tokens
+        assert held is not None
+        end = min(len(tokens), start + budget)
+        if end > start:
+            pages = tuple(held.pages[self._num_pages(start) : self._num_pages(end)])
+            query = Query(request.id, start, tuple(tokens[start:end]), held.owner, end == len(tokens), pages)
+            rows[held.owner].append(query)
+            request.num_computed = end
+        return end - start
+
+    def _admit(self) -> Request | None:
+        """Give the first waiting request its pages and let it run. None where it has to wait, or nobody does."""
+        while self._waiting and not self._waiting[0][1].live:
+            heapq.heappop(self._waiting)
+        if not self._waiting or len(self._running) >= self._max_running:
+            return None
+        request = self._waiting[0][1]
+        num_pages, max_pages = self._num_pages(len(request.tokens)), self._num_pages(request.max_positions)
+        # One page more than the tokens take must be free: without room to grow it would soon be preempted.
+        owner = choose_owner(self.pool, self._tokens, min(num_pages + 1, max_pages), max_pages)
+        if owner is None:
+            return None
+        heapq.heappop(self._waiting)
+        request.held = HeldPages(owner, self.pool.ranks)
+        grown = self.pool.grow(request.held, num_pages)
+        assert grown
+        insort(self._running, request, key=_by_arrival)
+        self._tokens[owner] += len(request.tokens)
+        return request
+
+    def _grow(self, index: int) -> bool:
+        """Add a page to the running request at `index`, making room by preemption. False: it was itself preempted."""
+        running = self._running
+        held = running[index].held
+        assert held is not None
+        while not self.pool.grow(held, 1):
+            lacking = self.pool.lacking(held.owner, len(held.pages), 1)
+            victim = len(running) - 1
+            while victim > index and not _holds_any(running[victim], lacking):
+                victim -= 1
+            self._preempt(victim)
+            if victim == index:
+                return False
+        return True
+
+    def _preempt(self, index: int) -> None:
+        """Take the pages of the running request at `index` and let it wait, ahead of all that arrived after it."""
+        request = self._running.pop(index)
+        self._release(request)
+        request.num_computed = 0
+        heapq.heappush(self._waiting, (request.arrival, request))
+        self.num_preemptions += 1
+
+    def _release(self, request: Request) -> None:
+        """Free the pages of a running request. The next plan tells the ranks."""
+        held = request.held
+        assert held is not None
+        self.pool.release(held)
+        self._tokens[held.owner] -= len(request.tokens)
+        self._released.append(request.id)
+        request.held = None
+
+    def _retire(self, request: Request) -> None:
+        self._release(request)
+        self._finished.append(request.id)
+
+
+def _holds_any(request: Request, ranks: Sequence[int]) -> bool:
+    assert request.held is not None
+    counts = request.held.counts
+    return any(counts[rank] for rank in ranks)

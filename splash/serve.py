@@ -1,0 +1,208 @@
+"""`python -m splash.serve`: serve a model over HTTP until told to stop.
+
+Exit codes: 0 stopped by Ctrl-C or SIGTERM, 1 the engine died, 2 an option, the model or the hardware cannot be used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import uvicorn
+
+import splash
+from splash.core.errors import ConfigError, SplashError, WorkerError
+from splash.core.layout import parse_layout
+from splash.engine.async_engine import AsyncEngine
+from splash.engine.config import EngineConfig
+from splash.server.app import create_app
+from splash.server.settings import ServerSettings
+from splash.settings import build, compose, pick, usage
+
+_DEATH_POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """A file of conf/model: the name to serve under, the checkpoint, and a configuration that only planning uses."""
+
+    name: str
+    path: str | None = None
+    config: Any = None
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """The options of serving that are not the engine's.
+
+    Raises:
+        ConfigError: naming the option that is out of range.
+    """
+
+    model: ModelChoice
+    policy: Literal["static"] = "static"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    shutdown_grace_s: int = 5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError("port", f"must be between 0 and 65535, not {self.port}")
+        if self.shutdown_grace_s < 0:
+            raise ConfigError("shutdown_grace_s", f"must be at least 0, not {self.shutdown_grace_s}")
+        if self.api_key == "":
+            raise ConfigError("api_key", "must not be empty; null asks for none")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve with the options of a command line. Returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if {"--help", "-h"} & set(arguments):
+        print(usage("python -m splash.serve", "config"))
+        return 0
+    try:
+        options, config = read_options(arguments)
+        with bind(options.host, options.port) as listener:
+            return asyncio.run(_serve(options, config, listener))
+    except SplashError as error:
+        print(f"splash: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1 if isinstance(error, WorkerError) else 2
+    except KeyboardInterrupt:
+        return 0
+
+
+def read_options(arguments: Sequence[str]) -> tuple[ServeOptions, EngineConfig]:
+    """Options of a command line, checked.
+
+    Raises:
+        ConfigError: naming the option at fault.
+    """
+    mapping = compose("config", arguments)
+    hardware = mapping.pop("hardware", None)
+    if hardware is not None and not (isinstance(hardware, dict) and isinstance(hardware.get("platform"), str)):
+        raise ConfigError("hardware", "must name a file of the group, as in +hardware=cpu")
+    engine = pick(EngineConfig, mapping)
+    del engine["model"]  # the group of that name, not the engine's directory
+    options = build(ServeOptions, {key: value for key, value in mapping.items() if key not in engine})
+    model = options.model
+    if model.path is None:
+        raise ConfigError("model.path", f"{model.name} comes without weights; give a checkpoint's directory")
+    given = {argument.lstrip("+").partition("=")[0] for argument in arguments}
+    if "model.path" in given and not given & {"model", "model.name"}:
+        # The default model's name would be wrong for another checkpoint.
+        model = ModelChoice(Path(model.path).expanduser().resolve().name, model.path)
+        options = build(ServeOptions, {**vars(options), "model": vars(model)})
+    platform = None if hardware is None else hardware["platform"]
+    config = build(EngineConfig, engine | {"model": options.model.path, "hardware": platform})
+    parse_layout(config.layout)
+    return options, config
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Listen before the model is loaded, so that a port in use is known at once.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError("host", f"{host!r} is not an address of this machine: {error.strerror}") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError("port", f"{port} is in use on {host}; choose another, or 0 for a free one") from None
+        field = "port" if error.errno == errno.EACCES else "host"
+        raise ConfigError(field, f"cannot listen on {host} port {port}: {error.strerror}") from None
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals alone: uvicorn would raise them again after stopping, and the exit code would not be 0."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _serve(options: ServeOptions, config: EngineConfig, listener: socket.socket) -> int:
+    """Load the model while the server already answers probes; stop on a signal or when the engine dies."""
+    engine = AsyncEngine(config, _say)
+    ready = asyncio.Event()
+    app = create_app(engine, ServerSettings(options.model.name, splash.__version__, options.api_key), ready.is_set)
+    server = _Server(
+        uvicorn.Config(
+            app,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=options.shutdown_grace_s,
+        )
+    )
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, server.handle_exit, number, None)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    loading = asyncio.create_task(engine.start())
+    dying = asyncio.create_task(_engine_error(engine))
+    try:
+        await asyncio.wait((serving, loading), return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            _say("stopping before the model is loaded")
+            return 0
+        await loading
+        ready.set()
+        _announce(options, engine, listener)
+        await asyncio.wait((serving, dying), return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():
+            raise await dying
+        _say("stopped")
+        return 0
+    finally:
+        server.should_exit = True
+        await serving
+        loading.cancel()
+        dying.cancel()
+        await engine.close()
+
+
+async def _engine_error(engine: AsyncEngine) -> WorkerError:
+    """Waits until the engine has died; says of what."""
+    while engine.error is None:
+        await asyncio.sleep(_DEATH_POLL_S)
+    return WorkerError(f"the engine died, so the server stops: {engine.error}")
+
+
+def _announce(options: ServeOptions, engine: AsyncEngine, listener: socket.socket) -> None:
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    url = f"http://{host}:{listener.getsockname()[1]}"
+    name = options.model.name
+    _say(f"SPLASH is ready: {url} (model {name}, layout {engine.layout}, {engine.ranks} ranks, {engine.hardware})")
+    body = json.dumps({"model": name, "prompt": "In the beginning", "max_tokens": 32})
+    key = " -H 'Authorization: Bearer ...'" if options.api_key else ""
+    _say(f"Try:  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'")
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""create_app: the routes, tied to an engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+from fastapi import APIRouter, FastAPI, Request
+from starlette.responses import Response
+
+from splash.core.errors import ConfigError
+from splash.core.layout import LAYOUTS, check_layout
+from splash.server.auth import BearerAuth
+from splash.server.chat import chat_router
+from splash.server.completions import completions_router
+from splash.server.errors import install_handlers, model_not_found
+from splash.server.requests import Service, answer
+from splash.server.settings import ServerSettings
+from splash.server.streaming import ClientGone
+
+if TYPE_CHECKING:
+    from splash.engine.async_engine import AsyncEngine
+
+
+def create_app(engine: AsyncEngine, settings: ServerSettings, loaded: Callable[[], bool] = lambda: True) -> FastAPI:
+    """The HTTP application over an engine, whose start and end are the caller's.
+
+    Args:
+        engine: need not be started while `loaded` says False; until then the model's routes answer 503.
+        settings: how the server presents itself.
+        loaded: whether the engine has started.
+    """
+    # The interactive pages would load scripts from elsewhere; the schema itself stays at /openapi.json.
+    app = FastAPI(title="SPLASH", version=settings.version, docs_url=None, redoc_url=None, strict_content_type=False)
+    service = Service(engine, settings, loaded)
+    install_handlers(app)
+    app.add_exception_handler(ClientGone, _on_client_gone)
+    app.include_router(completions_router(service))
+    app.include_router(chat_router(service))
+    app.include_router(_models_router(service))
+    app.include_router(_state_router(service))
+    if settings.api_key is not None:
+        app.add_middleware(BearerAuth, api_key=settings.api_key)
+    return app
+
+
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody is there to read it
+
+
+def _models_router(service: Service) -> APIRouter:
+    router = APIRouter()
+    created = int(time.time())
+
+    def model() -> dict[str, object]:
+        service.check_ready()
+        return {
+            "id": service.settings.model,
+            "object": "model",
+            "created": created,
+            "owned_by": "splash",
+            "max_model_len": service.engine.max_model_len,
+        }
+
+    @router.get("/v1/models")
+    async def list_models() -> Response:
+        """The one model that is served."""
+        return answer({"object": "list", "data": [model()]})
+
+    @router.get("/v1/models/{name:path}")
+    async def get_model(name: str) -> Response:
+        """The model of that name."""
+        if name != service.settings.model:
+            raise model_not_found(name, service.settings.model)
+        return answer(model())
+
+    return router
+
+
+def _state_router(service: Service) -> APIRouter:
+    router = APIRouter()
+    engine = service.engine
+
+    @router.get("/health")
+    async def health() -> Response:
+        """200 unless the engine has died; with its load once it is ready."""
+        service.check_alive()
+        if not service.loaded():
+            return answer({"status": "ok", "ready": False})
+        stats = msgspec.to_builtins(engine.stats())
+        return answer({"status": "ok", "ready": True, **stats})
+
+    @router.get("/ready")
+    async def ready() -> Response:
+        """200 once requests are served."""
+        service.check_ready()
+        return answer({"status": "ready"})
+
+    @router.get("/layout")
+    async def layout() -> Response:
+        """The layout that steps run in, and those that this model could run in on these ranks."""
+        service.check_ready()
+        num_heads = engine.model_config.spec.num_heads
+        usable = [name for name in LAYOUTS if _is_usable(name, num_heads, engine.ranks)]
+        return answer({"layout": engine.layout, "ranks": engine.ranks, "hardware": engine.hardware, "layouts": usable})
+
+    @router.get("/version")
+    async def version() -> Response:
+        """The version of SPLASH."""
+        return answer({"version": service.settings.version})
+
+    return router
+
+
+def _is_usable(name: str, num_heads: int, ranks: int) -> bool:
+    try:
+        check_layout(LAYOUTS[name], num_heads, ranks)
+    except ConfigError:
+        return False
+    return True

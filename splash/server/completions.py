@@ -1,0 +1,125 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from splash.engine.outputs import GenerationRequest
+from splash.server.logprobs import CompletionLogprobs
+from splash.server.requests import (
+    Service,
+    answer,
+    check_prompt,
+    collect,
+    fan_out,
+    new_id,
+    output_limit,
+    stream,
+    usage,
+)
+from splash.server.schemas import DEFAULT_COMPLETION_TOKENS, CompletionRequest
+from splash.server.streaming import DONE, EventStream, event, unless_client_leaves
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A checked request: what the engine is asked, and what every part of the answer says."""
+
+    body: CompletionRequest
+    requests: Sequence[GenerationRequest]
+    echoes: Sequence[str]  # for each choice, the text that goes before its own
+    num_prompt_tokens: int
+    head: dict[str, Any]
+
+
+def completions_router(service: Service) -> APIRouter:
+    """The route, over a service."""
+    router = APIRouter()
+
+    @router.post("/v1/completions")
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        """Continue one prompt or several."""
+        service.check(body.model)
+        body.check()
+        job = await _prepare(service, body)
+        if body.stream:
+            return EventStream(_events(service, job))
+        return await unless_client_leaves(request.receive, _whole(service, job))
+
+    return router
+
+
+async def _prepare(service: Service, body: CompletionRequest) -> _Job:
+    engine, tokenizer = service.engine, service.engine.tokenizer
+    prompts: list[list[int]] = []
+    echoes: list[str] = []
+    limits: list[int] = []
+    for prompt in body.prompts():
+        text = prompt if isinstance(prompt, str) else None
+        tokens = prompt if isinstance(prompt, list) else None
+        if tokens is None:
+            tokens = await asyncio.to_thread(tokenizer.encode, text or "", body.add_special_tokens)
+        check_prompt(engine, tokens, "prompt")
+        limits.append(output_limit(engine, tokens, body.max_tokens, DEFAULT_COMPLETION_TOKENS, "max_tokens"))
+        prompts.append(tokens)
+        if body.echo and text is None:
+            text = tokenizer.decode(tokens, skip_special_tokens=False)
+        echoes += [text or "" if body.echo else ""] * body.n
+    answer_id = new_id("cmpl")
+    head = {"id": answer_id, "object": "text_completion", "created": int(time.time()), "model": service.settings.model}
+    return _Job(body, fan_out(body, answer_id, prompts, limits), echoes, sum(map(len, prompts)), head)
+
+
+async def _whole(service: Service, job: _Job) -> Response:
+    choices = await collect(service.engine, job.requests)
+    return answer(
+        {
+            **job.head,
+            "choices": [
+                {
+                    "index": index,
+                    "text": echo + "".join(choice.text),
+                    "logprobs": None
+                    if job.body.logprobs is None
+                    else CompletionLogprobs(service.engine.tokenizer).take(choice.logprobs),
+                    "finish_reason": choice.finish_reason,
+                    "stop_reason": choice.stop_reason,
+                }
+                for index, (choice, echo) in enumerate(zip(choices, job.echoes, strict=True))
+            ],
+            "usage": usage(job.num_prompt_tokens, sum(choice.num_output_tokens for choice in choices)),
+        }
+    )
+
+
+async def _events(service: Service, job: _Job) -> AsyncGenerator[bytes, None]:
+    """A chunk for every piece of text, one with the reason for each choice's end, then the token counts."""
+    echoes = list(job.echoes)
+    counts = [0] * len(job.requests)
+    logprobs = [CompletionLogprobs(service.engine.tokenizer) for _ in job.requests]
+    tail = {"usage": None} if job.body.include_usage else {}
+
+    def chunk(index: int, text: str, scores: object, finish: str | None, reason: str | int | None) -> bytes:
+        choice = {"index": index, "text": text, "logprobs": scores, "finish_reason": finish, "stop_reason": reason}
+        return event({**job.head, "choices": [choice], **tail})
+
+    async with aclosing(stream(service.engine, job.requests)) as outputs:
+        async for index, output in outputs:
+            counts[index] = output.num_output_tokens
+            text, echoes[index] = echoes[index] + output.text, ""
+            if text or output.logprobs:
+                scores = None if job.body.logprobs is None else logprobs[index].take(output.logprobs)
+                yield chunk(index, text, scores, None, None)
+            if output.finish_reason is not None:
+                yield chunk(index, "", None, output.finish_reason, output.stop_reason)
+    if job.body.include_usage:
+        yield event({**job.head, "choices": [], "usage": usage(job.num_prompt_tokens, sum(counts))})
+    yield DONE

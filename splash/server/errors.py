@@ -1,0 +1,189 @@
+"""Every refusal and failure in the OpenAI API's shape: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from splash.core.errors import CapacityError, RequestError, SplashError
+
+UNSUPPORTED = {
+    "suffix": "inserting before a suffix is not supported",
+    "logit_bias": "biasing logits is not supported",
+    "response_format": "only {'type': 'text'} is supported",
+    "tools": "calling tools is not supported",
+    "tool_choice": "calling tools is not supported",
+    "functions": "calling functions is not supported",
+    "function_call": "calling functions is not supported",
+    "modalities": "only ['text'] is supported",
+    "audio": "only text is supported",
+    "tool_calls": "calling tools is not supported",
+}
+
+
+class ApiError(Exception):
+    """An answer other than success, ready to be sent.
+
+    Attributes:
+        status: HTTP status.
+        message: for people.
+        type: "invalid_request_error" where the client is at fault, "server_error" otherwise.
+        param: the parameter at fault, or None.
+        code: for programs, or None.
+        headers: further response headers.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """The error as JSON values."""
+        # A client's own text may hold lone surrogates, which UTF-8 cannot carry.
+        message, param = (_sendable(text) if text is not None else None for text in (self.message, self.param))
+        return {"error": {"message": message, "type": self.type, "param": param, "code": self.code}}
+
+    def response(self) -> Response:
+        """The error as an HTTP response."""
+        content = msgspec.json.encode(self.body())
+        return Response(content, self.status, self.headers, media_type="application/json")
+
+
+def from_splash(error: SplashError) -> ApiError:
+    """What to answer for an error of the engine: the client's fault, or ours."""
+    if isinstance(error, RequestError):
+        code = "context_length_exceeded" if isinstance(error, ContextLengthError) else "invalid_value"
+        return ApiError(400, str(error), param=error.field, code=code)
+    if isinstance(error, CapacityError):
+        return ApiError(400, str(error), code="request_too_large")
+    return ApiError(500, f"the engine failed: {error}", type="server_error", code="engine_error")
+
+
+class ContextLengthError(RequestError):
+    """Prompt and output do not fit in the model's context."""
+
+
+def engine_dead(error: SplashError) -> ApiError:
+    """The group of ranks has died, and nothing can be served any more."""
+    return ApiError(503, f"the engine has stopped: {error}", type="server_error", code="engine_dead")
+
+
+def engine_loading() -> ApiError:
+    """The model is not loaded yet."""
+    return ApiError(
+        503, "the model is still loading", type="server_error", code="loading", headers={"Retry-After": "5"}
+    )
+
+
+def shutting_down() -> ApiError:
+    """The server stops, and requests have had their time to finish."""
+    return ApiError(503, "the server is shutting down", type="server_error", code="shutting_down")
+
+
+def model_not_found(name: str, served: str) -> ApiError:
+    """The client asks for a model that is not served here."""
+    return ApiError(
+        404, f"model {name!r} does not exist here; {served!r} is served", param="model", code="model_not_found"
+    )
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Answer every exception in the one shape."""
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(SplashError, _on_splash_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_exception)
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _on_splash_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, SplashError)
+    return from_splash(error).response()
+
+
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return _invalid(error.errors()).response()
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    where = f"{request.method} {request.url.path}"
+    match error.status_code:
+        case 404:
+            return ApiError(404, f"unknown request URL: {where}", code="unknown_url").response()
+        case 405:
+            allowed = (error.headers or {}).get("Allow", "")
+            message = f"method not allowed: {where}; allowed is {allowed}"
+            return ApiError(405, message, code="method_not_allowed", headers=error.headers).response()
+    return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
+
+
+async def _on_exception(request: Request, error: Exception) -> Response:
+    return ApiError(500, "internal error", type="server_error", code="internal_error").response()
+
+
+def _invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """Turn the first problem that validation found into an answer."""
+    # Of a union's branches, the one that got furthest into the value names the real problem.
+    first_field = errors[0]["loc"][:2]
+    error = max((e for e in errors if e["loc"][:2] == first_field), key=lambda e: len(_path(e)))
+    kind, path = error["type"], _path(error)
+    param = ".".join(path) or None
+    if kind == "json_invalid":
+        reason = error.get("ctx", {}).get("error", "")
+        return ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
+    if not path:
+        message = error["msg"].removeprefix("Value error, ")
+        if kind in ("missing", "model_attributes_type", "dict_type", "model_type"):
+            message = "the body must be a JSON object, sent with Content-Type: application/json"
+        named = message.split(" ", 1)[0] if kind == "value_error" else None
+        return ApiError(400, message, param=named, code="invalid_value")
+    if kind == "extra_forbidden":
+        reason = UNSUPPORTED.get(path[-1])
+        message = f"{param}: {reason}" if reason else f"unknown parameter: {param}"
+        return ApiError(400, message, param=param, code="unsupported_parameter" if reason else "unknown_parameter")
+    if kind == "missing":
+        return ApiError(400, f"missing required parameter: {param}", param=param, code="missing_required_parameter")
+    return ApiError(400, f"{param}: {error['msg'].removeprefix('Value error, ')}", param=param, code="invalid_value")
+
+
+def _path(error: Mapping[str, Any]) -> list[str]:
+    """Where in the body the problem is, without pydantic's names for the branches of a union."""
+    location = error["loc"][1:] if error["loc"] and error["loc"][0] == "body" else error["loc"]
+    if error["type"] == "json_invalid":
+        return []
+    return [str(part) for i, part in enumerate(location) if isinstance(part, int) or _is_name(part, i)]
+
+
+def _is_name(part: str, depth: int) -> bool:
+    return depth == 0 or not (part in ("str", "int", "float", "bool", "constrained-str") or "[" in part)
+
+
+def _sendable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -1,0 +1,187 @@
+"""From validated parameters to the engine's requests, and from the engine's outputs to whole choices."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+from starlette.responses import Response
+
+from splash.core.errors import RequestError
+from splash.core.request import TokenLogprob
+from splash.engine.outputs import GenerationRequest, RequestOutput
+from splash.server.errors import ContextLengthError, engine_dead, engine_loading, model_not_found
+from splash.server.schemas import SamplingFields
+from splash.server.settings import ServerSettings
+from splash.server.streaming import merge
+
+if TYPE_CHECKING:
+    from splash.engine.async_engine import AsyncEngine
+
+
+@dataclass(frozen=True)
+class Service:
+    """What the routes work with.
+
+    Attributes:
+        engine: generates; its attributes may be read once it is loaded.
+        settings: how the server presents itself.
+        loaded: whether the engine has started.
+    """
+
+    engine: AsyncEngine
+    settings: ServerSettings
+    loaded: Callable[[], bool]
+
+    def check(self, asked_model: str | None) -> None:
+        """Refuse what cannot be served now, or not by this model.
+
+        Raises:
+            ApiError: 503 while the model loads or once the engine has died, 404 for another model.
+        """
+        self.check_ready()
+        if asked_model is not None and asked_model != self.settings.model:
+            raise model_not_found(asked_model, self.settings.model)
+
+    def check_ready(self) -> None:
+        """Refuse while nothing can be served.
+
+        Raises:
+            ApiError: 503 while the model loads or once the engine has died.
+        """
+        self.check_alive()
+        if not self.loaded():
+            raise engine_loading()
+
+    def check_alive(self) -> None:
+        """Refuse once nothing will be served any more.
+
+        Raises:
+            ApiError: 503, the engine has died.
+        """
+        if self.engine.error is not None:
+            raise engine_dead(self.engine.error)
+
+
+@dataclass
+class Choice:
+    """What one prompt was continued with, so far."""
+
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    num_output_tokens: int = 0
+
+    def take(self, output: RequestOutput) -> None:
+        """Add what a step brought."""
+        self.text.append(output.text)
+        self.logprobs.extend(output.logprobs)
+        self.finish_reason = output.finish_reason
+        self.stop_reason = output.stop_reason
+        self.num_output_tokens = output.num_output_tokens
+
+
+def new_id(prefix: str) -> str:
+    """An id that no other answer has."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def check_prompt(engine: AsyncEngine, prompt: Sequence[int], param: str) -> None:
+    """Refuse a prompt that cannot be continued.
+
+    Raises:
+        RequestError: it is empty, leaves no room for output, or has token ids outside the model's vocabulary.
+    """
+    if not prompt:
+        raise RequestError(param, "must have at least one token")
+    if len(prompt) >= engine.max_model_len:
+        raise ContextLengthError(
+            param, f"has {len(prompt)} tokens, and prompt and output may have {engine.max_model_len} together"
+        )
+    vocabulary = engine.model_config.spec.vocab_size
+    for token in prompt:
+        if not 0 <= token < vocabulary:
+            raise RequestError(param, f"token id {token} is not below the vocabulary's size {vocabulary}")
+
+
+def output_limit(engine: AsyncEngine, prompt: Sequence[int], asked: int | None, default: int | None, param: str) -> int:
+    """The most tokens to generate: what is asked for, else `default` or as many as fit.
+
+    Raises:
+        RequestError: more are asked for than fit after the prompt.
+    """
+    room = engine.max_model_len - len(prompt)
+    if asked is None:
+        return room if default is None else min(default, room)
+    if asked > room:
+        raise ContextLengthError(
+            param,
+            f"must be at most {room} after a prompt of {len(prompt)} tokens, not {asked}: "
+            f"prompt and output may have {engine.max_model_len} tokens together",
+        )
+    return asked
+
+
+def fan_out(
+    fields: SamplingFields, answer_id: str, prompts: Sequence[Sequence[int]], limits: Sequence[int]
+) -> list[GenerationRequest]:
+    """The engine's requests: `n` for each prompt, in order of prompts. Choice i samples with seed + i.
+
+    Raises:
+        RequestError: a sampling parameter is out of range.
+    """
+    requests = []
+    for number, prompt in enumerate(prompts):
+        for sample in range(fields.n):
+            index = number * fields.n + sample
+            params = fields.sampling(limits[number], index)
+            requests.append(GenerationRequest(f"{answer_id}-{index}", tuple(prompt), params))
+    return requests
+
+
+def stream(
+    engine: AsyncEngine, requests: Sequence[GenerationRequest]
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Outputs of all requests as they come, with the number of the request. Closing it aborts them."""
+    outputs = [cast("AsyncGenerator[RequestOutput, None]", engine.generate(request)) for request in requests]
+    return cast("AsyncGenerator[tuple[int, RequestOutput], None]", merge(outputs))
+
+
+async def collect(engine: AsyncEngine, requests: Sequence[GenerationRequest]) -> list[Choice]:
+    """The whole outputs of all requests.
+
+    Raises:
+        SplashError: a request is refused, or the engine died.
+    """
+    choices = [Choice() for _ in requests]
+    async with aclosing(stream(engine, requests)) as outputs:
+        async for index, output in outputs:
+            choices[index].take(output)
+    return choices
+
+
+def usage(num_prompt_tokens: int, num_output_tokens: int) -> dict[str, int]:
+    """Token counts as the API gives them."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_output_tokens,
+        "total_tokens": num_prompt_tokens + num_output_tokens,
+    }
+
+
+def renamed(error: RequestError, names: dict[str, str]) -> RequestError:
+    """The error under the parameter's name in the API, where the engine calls it otherwise."""
+    name = names.get(error.field)
+    if name is None:
+        return error
+    return type(error)(name, str(error).removeprefix(f"{error.field}: "))
+
+
+def answer(content: object) -> Response:
+    """A successful answer as JSON."""
+    return Response(msgspec.json.encode(content), media_type="application/json")

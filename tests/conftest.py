@@ -1,0 +1,51 @@
+"""Shared by every test: one thread a process, settled hypothesis runs, hardware markers and small checkpoints."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads: ranks share few cores, and threads would fight
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("local"), derandomize=True, database=None, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what needs hardware that is not here. torch is asked only when a collected test wants hardware."""
+    wanted = {marker for marker in ("gpu", "rocm") for item in items if item.get_closest_marker(marker)}
+    if not wanted:
+        return
+    import torch
+
+    found = torch.cuda.is_available()
+    usable = {"gpu": found and torch.version.hip is None, "rocm": found and torch.version.hip is not None}
+    for item in items:
+        for marker in wanted:
+            if item.get_closest_marker(marker) and not usable[marker]:
+                item.add_marker(pytest.mark.skip(reason=f"no {marker} device on this machine"))
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`tiny_checkpoint(name)` is the directory of a small random checkpoint, made once a session.
+
+    Names are those of `tests.checkpoints.SHAPES`: base, no_q_lora, odd and wide.
+    """
+    from tests.checkpoints import make_checkpoint
+
+    root = tmp_path_factory.mktemp("checkpoints")
+
+    def get(name: str) -> Path:
+        path = root / name
+        if not path.exists():
+            make_checkpoint(name, path)
+        return path
+
+    return get

@@ -1,0 +1,189 @@
+"""Page allocation: no slot twice, exact counts, all or nothing, long extents, and holders as ownership has them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from splash.core.layout import DOP, DP, LAYOUTS, TP, Layout
+from splash.core.memory import ArenaGeometry
+from splash.core.ownership import page_holders
+from splash.core.pages import HeldPages, PageAllocator, PagePool
+from splash.core.spec import KVFormat, ModelSpec, RopeSpec
+from splash.core.step import NO_SLOT
+
+
+def runs(slots: list[int] | set[int]) -> list[int]:
+    """Lengths of the maximal runs of consecutive slots."""
+    ordered = np.sort(np.fromiter(slots, dtype=np.int64))
+    return [len(run) for run in np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1)] if len(ordered) else []
+
+
+slot_sets = st.sets(st.integers(0, 60), min_size=1, max_size=40)
+
+
+@given(slots=slot_sets, data=st.data())
+def test_allocator_against_a_set(slots: set[int], data: st.DataObject) -> None:
+    used = data.draw(st.sets(st.sampled_from(sorted(slots))), label="used")
+    allocator = PageAllocator(np.array(sorted(slots), dtype=np.int64), used)
+    free = slots - used
+    held: list[list[int]] = [sorted(used)]
+    for _ in range(data.draw(st.integers(0, 25), label="calls")):
+        assert (allocator.num_free, allocator.num_total) == (len(free), len(slots))
+        if data.draw(st.booleans(), label="allocate"):
+            count = data.draw(st.integers(0, len(free)), label="count")
+            after = data.draw(st.none() | st.integers(0, 61), label="after")
+            taken = allocator.allocate(count, after)
+            assert len(taken) == count == len(set(taken))
+            assert set(taken) <= free
+            if after is not None and after + 1 in free and after not in free and count:
+                assert taken[0] == after + 1
+            elif count <= max(runs(free), default=0):
+                assert taken == list(range(taken[0], taken[0] + count)) if count else True
+            assert len(runs(taken)) <= len(runs(free))
+            free -= set(taken)
+            held.append(taken)
+        else:
+            chosen = held.pop(data.draw(st.integers(0, len(held) - 1), label="freed")) if held else []
+            allocator.free(data.draw(st.permutations(chosen), label="order"))
+            free |= set(chosen)
+    for chosen in held:
+        allocator.free(chosen)
+    # Neighbours have merged again: the longest runs come first, each whole.
+    everything = allocator.allocate(len(slots))
+    assert set(everything) == slots
+    lengths = sorted(runs(slots), reverse=True)
+    starts = np.cumsum([0, *lengths])[:-1]
+    assert all(
+        everything[a : a + n] == list(range(everything[a], everything[a] + n))
+        for a, n in zip(starts, lengths, strict=True)
+    )
+
+
+@pytest.mark.parametrize("freed", [[3, 3], [2, 9], [40], [-1], [0]])
+def test_freeing_what_is_not_in_use_fails(freed: list[int]) -> None:
+    allocator = PageAllocator(np.arange(1, 16), used=[2, 3])
+    with pytest.raises(AssertionError, match="not all in use"):
+        allocator.free(freed)
+
+
+def test_allocating_more_than_is_free_fails() -> None:
+    allocator = PageAllocator(np.arange(4), used=[1])
+    with pytest.raises(AssertionError, match="3 free"):
+        allocator.allocate(4)
+    assert allocator.num_free == 3
+
+
+@pytest.mark.parametrize("used", [[7], [2, 2]])
+def test_a_page_cannot_lie_in_a_slot_that_is_absent_or_taken(used: list[int]) -> None:
+    with pytest.raises(AssertionError, match="slot"):
+        PageAllocator(np.arange(4), used)
+
+
+def test_interleaved_growth_keeps_requests_in_one_extent() -> None:
+    allocator = PageAllocator(np.arange(1024))
+    requests: list[list[int]] = [allocator.allocate(4) for _ in range(8)]
+    for _ in range(60):
+        for slots in requests:
+            slots += allocator.allocate(1, slots[-1])
+    assert [len(runs(slots)) for slots in requests] == [1] * 8
+
+
+def test_churn_leaves_no_trace() -> None:
+    allocator = PageAllocator(np.arange(512))
+    for round_ in range(2000):
+        first, second = allocator.allocate(1 + round_ % 7), allocator.allocate(1 + round_ % 3)
+        allocator.free(first)
+        allocator.free(second)
+    assert allocator.num_free == 512
+    assert allocator.allocate(512) == list(range(512))
+    assert len(allocator._heap) < 256
+
+
+layouts = st.sampled_from(sorted(LAYOUTS)).map(LAYOUTS.__getitem__)
+
+
+@given(layout=layouts, ranks=st.integers(1, 4), data=st.data())
+def test_pool_grows_all_or_nothing_on_the_ranks_that_hold(layout: Layout, ranks: int, data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(0, 30), min_size=ranks, max_size=ranks), label="slots a rank")
+    pool = PagePool(layout, [np.arange(100 * rank, 100 * rank + size) for rank, size in enumerate(sizes)])
+    live: list[HeldPages] = []
+    for _ in range(data.draw(st.integers(0, 20), label="calls")):
+        match data.draw(st.sampled_from(["new", "grow", "release"]), label="call"):
+            case "new":
+                live.append(HeldPages(data.draw(st.integers(0, ranks - 1), label="owner"), ranks))
+            case "grow" if live:
+                held = data.draw(st.sampled_from(live), label="request")
+                count = data.draw(st.integers(0, 12), label="count")
+                numbers = np.arange(len(held), len(held) + count)
+                needs = page_holders(numbers, np.full(count, held.owner), layout, ranks).sum(axis=0)
+                before, pages = pool.num_free, list(held.pages)
+                lacking = [rank for rank in range(ranks) if needs[rank] > before[rank]]
+                assert pool.lacking(held.owner, len(held), count) == lacking
+                assert pool.grow(held, count) is not bool(lacking)
+                if lacking:
+                    assert (pool.num_free, held.pages) == (before, pages)
+                else:
+                    assert pool.num_free == [b - n for b, n in zip(before, needs, strict=True)]
+                    assert held.pages[: len(pages)] == pages
+                    assert len(held) == len(pages) + count
+            case "release" if live:
+                pool.release(live.pop(data.draw(st.integers(0, len(live) - 1), label="request")))
+        for held in live:
+            rule = page_holders(np.arange(len(held)), np.full(len(held), held.owner), layout, ranks)
+            table = np.array(held.pages, dtype=np.int64).reshape(-1, ranks)
+            assert ((table != NO_SLOT) == rule).all()
+            assert held.counts == rule.sum(axis=0).tolist()
+        for rank, size in enumerate(sizes):
+            slots = [slot for held in live for slot in held.slots_on(rank)]
+            assert len(slots) == len(set(slots)) == size - pool.num_free[rank]
+            assert set(slots) <= set(range(100 * rank, 100 * rank + size))
+    # A pool made from what is resident goes on where this one stands.
+    twin = PagePool(layout, [np.arange(100 * rank, 100 * rank + size) for rank, size in enumerate(sizes)], live)
+    assert twin.num_free == pool.num_free
+    for held in live:
+        twin.release(HeldPages(held.owner, ranks, held.pages))
+        pool.release(held)
+        assert (len(held), held.counts, held.last) == (0, [0] * ranks, [None] * ranks)
+    assert twin.num_free == pool.num_free == pool.num_total == sizes
+
+
+@given(layout=layouts, ranks=st.integers(1, 4), owner=st.integers(0, 3), count=st.integers(0, 40))
+def test_fits_alone_is_what_an_empty_pool_can_grow(layout: Layout, ranks: int, owner: int, count: int) -> None:
+    pool = PagePool(layout, [np.arange(5 + 3 * rank) for rank in range(ranks)])
+    owner %= ranks
+    assert pool.fits_alone(owner, count) == pool.grow(HeldPages(owner, ranks), count)
+
+
+def test_resident_pages_must_lie_where_the_layout_wants_them() -> None:
+    held = HeldPages(0, 2, [(3, NO_SLOT)])
+    assert PagePool(DP, [np.arange(8)] * 2, [held]).num_free == [7, 8]
+    with pytest.raises(AssertionError):
+        PagePool(TP, [np.arange(8)] * 2, [held])
+
+
+def test_pool_of_a_geometry_has_the_slots_that_the_layout_frees() -> None:
+    spec = ModelSpec(
+        architecture="test",
+        num_layers=1,
+        hidden_size=64,
+        vocab_size=64,
+        num_heads=4,
+        q_lora_rank=32,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        intermediate_size=64,
+        first_dense_layers=1,
+        max_position_embeddings=128,
+        rms_norm_eps=1e-6,
+        rope=RopeSpec(),
+    )
+    geometry = ArenaGeometry(spec, KVFormat(96), 4, 4, 2, num_slots=400)
+    for layout in (DOP, DP):
+        pool = PagePool.of_geometry(geometry, layout)
+        assert pool.num_free == pool.num_total == [len(geometry.page_slots(layout, rank)) for rank in range(2)]
+    assert sum(PagePool.of_geometry(geometry, DOP).num_free) > sum(PagePool.of_geometry(geometry, DP).num_free)

@@ -1,0 +1,394 @@
+"""The scheduler against a fake group that checks every plan as ranks would, and answers with random tokens."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from splash.core.errors import RequestError
+from splash.core.layout import DP, KV, LAYOUTS, TP, Layout
+from splash.core.ownership import page_holders
+from splash.core.pages import PagePool
+from splash.core.request import SamplingParams
+from splash.core.step import NO_SLOT, StepOutput, StepPlan
+from splash.scheduler.config import SchedulerConfig
+from splash.scheduler.owners import choose_owner
+from splash.scheduler.request import Progress
+from splash.scheduler.scheduler import Scheduler
+
+EOS = 0
+VOCABULARY = 50
+
+
+@dataclass
+class FakeGroup:
+    """Obeys plans as the ranks do and checks what they rely on."""
+
+    config: SchedulerConfig
+    layout: Layout
+    slots: list[int]  # pages on each rank
+    rng: random.Random
+    history: dict[int, list[int]] = field(default_factory=dict)  # request -> prompt and output
+    computed: dict[int, int] = field(default_factory=dict)  # request -> rows since its table was last dropped
+    tables: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
+    owners: dict[int, int] = field(default_factory=dict)
+    next_step: int = 0
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        config, ranks = self.config, len(self.slots)
+        assert (plan.step, plan.layout) == (self.next_step, self.layout.name)
+        self.next_step += 1
+        for id in plan.released:
+            del self.tables[id], self.computed[id], self.owners[id]
+        for id in plan.finished:
+            assert id not in self.tables
+            del self.history[id]
+        for new in plan.new:
+            assert new.id not in self.history
+            self.history[new.id] = list(new.prompt)
+        queries = plan.queries
+        assert queries
+        assert [query.owner for query in queries] == sorted(query.owner for query in queries)
+        assert len({query.request for query in queries}) == len(queries)
+        assert sum(len(query.tokens) for query in queries) <= config.max_batched_tokens
+        sampled: dict[int, int] = {}
+        for query in queries:
+            id, end = query.request, query.start + len(query.tokens)
+            assert query.start == self.computed.get(id, 0), "rows are contiguous"
+            assert query.tokens == tuple(self.history[id][query.start : end])
+            assert query.tokens
+            assert query.sample == (end == len(self.history[id]))
+            self.computed[id] = end
+            table = self.tables.setdefault(id, [])
+            table.extend(query.new_pages)
+            assert len(table) == -(-end // config.page_size), "pages cover the rows exactly"
+            assert self.owners.setdefault(id, query.owner) == query.owner
+            rule = page_holders(np.arange(len(table)), np.full(len(table), query.owner), self.layout, ranks)
+            assert ((np.array(table) != NO_SLOT) == rule).all()
+            if query.sample:
+                sampled[id] = self.rng.randrange(VOCABULARY)
+                self.history[id].append(sampled[id])
+        assert len(self.tables) <= config.max_num_seqs
+        for rank, total in enumerate(self.slots):
+            used = [page[rank] for table in self.tables.values() for page in table if page[rank] != NO_SLOT]
+            assert len(used) == len(set(used))
+            assert all(0 <= slot < total for slot in used)
+        return StepOutput(plan.step, plan.epoch, tuple(sampled), tuple(sampled.values()), (None,) * len(sampled))
+
+
+def make(
+    layout: Layout = TP,
+    slots: tuple[int, ...] = (64, 64),
+    max_num_seqs: int = 8,
+    max_batched_tokens: int = 16,
+    max_model_len: int = 64,
+    page_size: int = 4,
+    seed: int = 0,
+) -> tuple[Scheduler, FakeGroup]:
+    config = SchedulerConfig(max_num_seqs, max_batched_tokens, max_model_len, frozenset({EOS}), page_size)
+    pool = PagePool(layout, [np.arange(count) for count in slots])
+    return Scheduler(config, pool), FakeGroup(config, layout, list(slots), random.Random(seed))
+
+
+def drain(scheduler: Scheduler, group: FakeGroup, max_steps: int = 10_000) -> list[list[Progress]]:
+    """Step until nothing is left. Progress by step."""
+    steps = []
+    while (plan := scheduler.schedule()) is not None:
+        steps.append(scheduler.apply(group.run(plan)))
+        assert len(steps) <= max_steps, "livelock"
+    assert not scheduler.has_work
+    return steps
+
+
+def greedy(**fields: object) -> SamplingParams:
+    return SamplingParams(temperature=0.0, **{"ignore_eos": True, **fields})
+
+
+@settings(max_examples=150)
+@given(
+    layout=st.sampled_from(sorted(LAYOUTS)).map(LAYOUTS.__getitem__),
+    slots=st.lists(st.integers(2, 12), min_size=1, max_size=4).map(tuple),
+    page_size=st.sampled_from([1, 2, 4]),
+    max_num_seqs=st.integers(1, 6),
+    max_batched_tokens=st.integers(1, 12),
+    seed=st.integers(0, 2**32),
+    num_requests=st.integers(1, 14),
+    abort_rate=st.sampled_from([0.0, 0.0, 0.05, 0.3]),
+)
+def test_every_request_gets_what_it_asked_for(
+    layout: Layout,
+    slots: tuple[int, ...],
+    page_size: int,
+    max_num_seqs: int,
+    max_batched_tokens: int,
+    seed: int,
+    num_requests: int,
+    abort_rate: float,
+) -> None:
+    max_model_len = 24
+    scheduler, group = make(layout, slots, max_num_seqs, max_batched_tokens, max_model_len, page_size, seed)
+    rng = random.Random(seed + 1)
+    asked: dict[int, tuple[int, SamplingParams]] = {}
+    outputs: dict[int, list[Progress]] = {}
+    aborted: set[int] = set()
+    arrivals = list(range(num_requests))
+    num_steps = 0
+
+    def maybe_abort() -> None:
+        if asked and rng.random() < abort_rate:
+            id = rng.choice(sorted(asked))
+            scheduler.abort(id)
+            if not (outputs[id] and outputs[id][-1].finish_reason):
+                aborted.add(id)
+
+    while arrivals or scheduler.has_work:
+        while arrivals and rng.random() < 0.6:
+            id = arrivals.pop(0)
+            prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 20))]
+            max_tokens = rng.randint(1, 30)
+            params = SamplingParams(
+                max_tokens=max_tokens,
+                min_tokens=rng.randint(0, max_tokens),
+                ignore_eos=rng.random() < 0.5,
+                stop_token_ids=tuple(rng.sample(range(1, VOCABULARY), rng.randint(0, 2))),
+            )
+            try:
+                scheduler.add(id, prompt, params, id)
+            except RequestError as error:
+                assert error.field in ("prompt", "max_tokens")
+                continue
+            asked[id] = (len(prompt), params)
+            outputs[id] = []
+        maybe_abort()
+        plan = scheduler.schedule()
+        if plan is None:
+            assert not scheduler.has_work
+            continue
+        running = scheduler.running
+        assert len(running) <= max_num_seqs
+        assert running[0].id in {query.request for query in plan.queries}, "the oldest progresses"
+        assert [request.arrival for request in running] == sorted(request.arrival for request in running)
+        load = Counter()
+        for request in running:
+            load[request.held.owner] += len(request.tokens)
+        assert scheduler.tokens_per_rank == [load[rank] for rank in range(len(slots))]
+        maybe_abort()
+        for progress in scheduler.apply(group.run(plan)):
+            assert progress.id not in aborted
+            outputs[progress.id].append(progress)
+        assert scheduler.num_running + scheduler.num_waiting == len(
+            [id for id in asked if id not in aborted and not (outputs[id] and outputs[id][-1].finish_reason)]
+        )
+        num_steps += 1
+        assert num_steps < 5000, "livelock"
+
+    for id, (num_prompt, params) in asked.items():
+        got = outputs[id]
+        if id in aborted:
+            assert all(progress.finish_reason is None for progress in got)
+            continue
+        *early, last = got
+        max_tokens = min(params.max_tokens, max_model_len - num_prompt)
+        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
+        assert all(progress.finish_reason is None for progress in early)
+        assert not any(progress.token in stops for progress in early[params.min_tokens :])
+        if last.token in stops and len(got) > params.min_tokens:
+            assert last.finish_reason == "stop"
+            assert last.stop_reason == (last.token if last.token != EOS else None)
+        else:
+            assert (last.finish_reason, last.stop_reason, len(got)) == ("length", None, max_tokens)
+    assert scheduler.free_pages == list(slots)
+    assert scheduler.tokens_per_rank == [0] * len(slots)
+    # The next plan tells the ranks to forget whatever they still know.
+    scheduler.add(num_requests, [1], greedy(max_tokens=1), 0)
+    drain(scheduler, group)
+    assert set(group.history) == set(group.tables) == {num_requests}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=str)
+def test_preemption_recomputes_and_loses_nothing(layout: Layout) -> None:
+    ranks = 2
+    need = 4 * ranks if layout.kv is KV.POSITION else 8
+    scheduler, group = make(layout, (need + 2,) * ranks, page_size=2, max_model_len=20)
+    for id in range(6):
+        scheduler.add(id, [id + 1] * 4, greedy(max_tokens=12), id)
+    count = Counter(progress.id for step in drain(scheduler, group) for progress in step)
+    assert count == dict.fromkeys(range(6), 12)
+    assert scheduler.num_preemptions > 0
+    assert scheduler.free_pages == [need + 2] * ranks
+
+
+def test_requests_finish_in_order_of_arrival_under_pressure() -> None:
+    scheduler, group = make(slots=(6, 6), page_size=2, max_model_len=12)
+    for id in range(5):
+        scheduler.add(id, [1, 2, 3, 4], greedy(max_tokens=8), id)
+    finished = [progress.id for step in drain(scheduler, group) for progress in step if progress.finish_reason]
+    assert finished == sorted(finished)
+
+
+def test_victim_is_the_youngest_on_the_rank_that_lacks_a_page() -> None:
+    scheduler, group = make(DP, (3, 8), page_size=2, max_model_len=16)
+    scheduler.add(0, [1], greedy(max_tokens=5), 0)  # rank 1, which has more free pages
+    scheduler.add(1, [1, 1], greedy(max_tokens=5), 0)  # rank 0
+    scheduler.add(2, [1] * 3, greedy(max_tokens=9), 0)
+    scheduler.add(3, [1], greedy(max_tokens=5), 0)
+    owners: dict[int, int] = {}
+    while scheduler.num_preemptions == 0:
+        plan = scheduler.schedule()
+        owners = owners or {query.request: query.owner for query in plan.queries}
+        scheduler.apply(group.run(plan))
+    assert owners == {0: 1, 1: 0, 2: 1, 3: 0}
+    assert plan.released == (3,)
+
+
+def test_prompts_are_prefilled_in_chunks_behind_decodes_in_order_of_arrival() -> None:
+    scheduler, group = make(max_batched_tokens=8, page_size=4, max_model_len=40)
+    plans = []
+    scheduler.add(0, [1, 2], greedy(max_tokens=20), 0)
+    for _ in range(4):
+        plans.append(scheduler.schedule())
+        scheduler.apply(group.run(plans[-1]))
+        if len(plans) == 1:
+            scheduler.add(1, list(range(1, 11)), greedy(max_tokens=20), 0)
+            scheduler.add(2, list(range(1, 8)), greedy(max_tokens=20), 0)
+    rows = [{query.request: (query.start, len(query.tokens), query.sample) for query in plan.queries} for plan in plans]
+    assert rows == [
+        {0: (0, 2, True)},
+        {0: (2, 1, True), 1: (0, 7, False)},
+        {0: (3, 1, True), 1: (7, 3, True), 2: (0, 4, False)},
+        {0: (4, 1, True), 1: (10, 1, True), 2: (4, 3, True)},
+    ]
+    assert [len(query.new_pages) for query in plans[1].queries if query.request == 1] == [2]
+    assert [[new.id for new in plan.new] for plan in plans] == [[0], [1], [2], []]
+
+
+def test_admission_waits_for_a_page_beyond_the_prompt() -> None:
+    scheduler, group = make(slots=(5,), page_size=4)
+    scheduler.add(0, [1] * 8, greedy(max_tokens=5), 0)
+    scheduler.add(1, [1] * 8, greedy(max_tokens=5), 0)
+    plan = scheduler.schedule()
+    assert [query.request for query in plan.queries] == [0, 1] and scheduler.free_pages == [1]
+    scheduler, group = make(slots=(4,), page_size=4)
+    scheduler.add(0, [1] * 8, greedy(max_tokens=5), 0)
+    scheduler.add(1, [1] * 8, greedy(max_tokens=5), 0)
+    plan = scheduler.schedule()
+    assert [query.request for query in plan.queries] == [0] and scheduler.num_waiting == 1
+    scheduler.apply(group.run(plan))
+    assert len(drain(scheduler, group)) == 9
+
+
+def test_request_that_fills_the_pool_to_the_last_page_runs() -> None:
+    scheduler, group = make(slots=(4,), page_size=4, max_model_len=100)
+    scheduler.add(0, [1] * 10, greedy(max_tokens=7), 0)
+    assert len(drain(scheduler, group)) == 7
+    with pytest.raises(RequestError, match="is 8, which with a prompt of 10 tokens") as error:
+        scheduler.add(1, [1] * 10, greedy(max_tokens=8), 0)
+    assert error.value.field == "max_tokens"
+    with pytest.raises(RequestError, match="has 17 tokens") as error:
+        scheduler.add(2, [1] * 17, greedy(max_tokens=1), 0)
+    assert error.value.field == "prompt"
+    assert not scheduler.has_work
+
+
+@pytest.mark.parametrize("length", [0, 64, 100])
+def test_prompts_that_cannot_be_served_are_refused(length: int) -> None:
+    scheduler, _ = make()
+    with pytest.raises(RequestError) as error:
+        scheduler.add(0, [1] * length, greedy(), 0)
+    assert error.value.field == "prompt"
+    assert scheduler.schedule() is None
+
+
+def test_output_is_clipped_to_the_length_of_the_model() -> None:
+    scheduler, group = make()
+    scheduler.add(0, [1] * 60, greedy(max_tokens=1000, min_tokens=1000), 0)
+    progress = [progress for step in drain(scheduler, group) for progress in step]
+    assert [p.finish_reason for p in progress] == [None, None, None, "length"]
+
+
+@pytest.mark.parametrize(
+    ("params", "tokens", "reason"),
+    [
+        (SamplingParams(max_tokens=9), [5, EOS], ("stop", None)),
+        (SamplingParams(max_tokens=9, ignore_eos=True, stop_token_ids=(7,)), [EOS, 7], ("stop", 7)),
+        (SamplingParams(max_tokens=9, stop_token_ids=(EOS,)), [EOS], ("stop", None)),
+        (SamplingParams(max_tokens=9, ignore_eos=True, stop_token_ids=(EOS,)), [EOS], ("stop", EOS)),
+        (SamplingParams(max_tokens=9, min_tokens=2), [EOS, EOS, EOS], ("stop", None)),
+        (SamplingParams(max_tokens=2, min_tokens=2), [EOS, EOS], ("length", None)),
+        (SamplingParams(max_tokens=2), [5, EOS], ("stop", None)),
+        (SamplingParams(max_tokens=2), [5, 5], ("length", None)),
+    ],
+)
+def test_finish_reasons(params: SamplingParams, tokens: list[int], reason: tuple[str, int | None]) -> None:
+    scheduler, _ = make()
+    scheduler.add(0, [1], params, 0)
+    for position, token in enumerate(tokens):
+        plan = scheduler.schedule()
+        (progress,) = scheduler.apply(StepOutput(plan.step, plan.epoch, (0,), (token,), (None,)))
+        last = position == len(tokens) - 1
+        assert (progress.finish_reason, progress.stop_reason) == (reason if last else (None, None))
+    assert scheduler.schedule() is None
+
+
+def test_abort_in_flight_frees_pages_only_when_the_step_is_over() -> None:
+    scheduler, group = make(slots=(8,), page_size=4)
+    scheduler.add(0, [1] * 8, greedy(), 0)
+    plan = scheduler.schedule()
+    scheduler.abort(0)
+    scheduler.abort(0)
+    assert (scheduler.free_pages, scheduler.num_running, scheduler.has_work) == ([6], 0, False)
+    assert scheduler.apply(group.run(plan)) == []
+    assert (scheduler.free_pages, scheduler.num_running) == ([8], 0)
+    assert scheduler.schedule() is None
+    scheduler.add(1, [1], greedy(), 0)
+    plan = scheduler.schedule()
+    assert (plan.released, plan.finished) == ((0,), (0,))
+
+
+def test_abort_of_what_the_ranks_never_heard_of_is_not_announced() -> None:
+    scheduler, _ = make()
+    scheduler.add(0, [1], greedy(), 0)
+    scheduler.abort(0)
+    scheduler.abort(99)
+    scheduler.add(1, [1], greedy(), 0)
+    plan = scheduler.schedule()
+    assert (plan.released, plan.finished, [new.id for new in plan.new]) == ((), (), [1])
+
+
+def test_one_step_in_flight() -> None:
+    scheduler, group = make()
+    scheduler.epoch = 3
+    scheduler.add(0, [1], greedy(), 0)
+    plan = scheduler.schedule()
+    assert plan.epoch == 3
+    with pytest.raises(AssertionError, match="in flight"):
+        scheduler.schedule()
+    output = group.run(plan)
+    with pytest.raises(AssertionError, match="not the step in flight"):
+        scheduler.apply(StepOutput(output.step, 4, output.requests, output.tokens, output.logprobs))
+    scheduler.apply(output)
+    with pytest.raises(AssertionError, match="not the step in flight"):
+        scheduler.apply(output)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=str)
+def test_owners_are_balanced_in_every_layout(layout: Layout) -> None:
+    scheduler, group = make(layout, (64,) * 4, max_num_seqs=32, max_batched_tokens=128)
+    for id in range(16):
+        scheduler.add(id, [1] * 6, greedy(max_tokens=4), 0)
+    group.run(scheduler.schedule())
+    assert Counter(group.owners.values()) == dict.fromkeys(range(4), 4)
+
+
+def test_owner_is_the_least_loaded_rank_that_has_room() -> None:
+    pool = PagePool(DP, [np.arange(4), np.arange(9), np.arange(9), np.arange(7)])
+    assert choose_owner(pool, [0, 5, 5, 9], 3, 4) == 0
+    assert choose_owner(pool, [0, 5, 5, 9], 3, 5) == 1
+    assert choose_owner(pool, [9, 9, 9, 9], 3, 4) == 1
+    assert choose_owner(pool, [9, 9, 9, 9], 3, 10) is None
