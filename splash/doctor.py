@@ -1,7 +1,7 @@
 """What works here: `python -m splash.doctor [--json]`.
 
-Says for each platform whether it can serve and why not, which devices and packages there are, and runs a collective of two
-real rank processes over shared memory. Exits with 0 if at least one platform passes.
+Says for each platform whether it can serve and why not, and which devices and packages there are. A platform that can
+serve has to prove it with a group of two real rank processes. Exits with 0 if at least one platform passes.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def self_test(name: str, timeout_s: float = SELF_TEST_TIMEOUT_S) -> str:
     processes: list[subprocess.Popen[str]] = []
     try:
         for rank in range(SELF_TEST_RANKS):
-            arguments = ["--self-test", name, "--rank", str(rank), "--group", group, "--timeout", str(timeout_s)]
+            arguments = ["--self-test", name, "--rank", str(rank), "--group", group, "--timeout", str(timeout_s / 2)]
             processes.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "splash.doctor", *arguments],
@@ -147,7 +147,9 @@ def _print(report: Report) -> None:
 
     console = Console()
     console.print(", ".join(f"{name} {version}" for name, version in report.versions.items()), highlight=False)
-    platforms = Table("platform", "", "why", "what to do", title="Platforms", title_justify="left")
+    platforms = Table("platform", "", title="Platforms", title_justify="left")
+    for heading in ("why", "what to do"):
+        platforms.add_column(heading, overflow="fold")  # an address must not be cut
     for platform in report.platforms:
         verdict = "[green]PASS[/]" if platform.ok else "[red]FAIL[/]"
         platforms.add_row(platform.name, verdict, platform.reason, platform.remedy)

@@ -2,40 +2,33 @@
 
     python -m splash.plan model=deepseek_v3 +hardware=h200 ranks=8 dtype=fp8
 
-`make_plan` computes a `Plan`; `to_json` and `print_tables` show it.
+`make_plan` computes a `Plan`; `to_json` and `plan_tables` show it.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from splash.core.capacity import Capacity, capacity, freed_bytes, geometry_for_budget
+from splash.core.capacity import Capacity, capacity, freed_bytes, geometry_for_budget, other_weight_bytes
 from splash.core.diff import diff
 from splash.core.errors import CapacityError, ConfigError, SplashError
 from splash.core.hardware import GIB, Hardware
-from splash.core.layout import DOP, DP, LAYOUTS, Layout, check_layout
+from splash.core.layout import DOP, DP, LAYOUTS, Layout
 from splash.core.memory import ArenaGeometry
 from splash.core.ownership import State
 from splash.core.spec import DTYPE_BYTES, ModelSpec, kv_format
 from splash.model.config import load_model_config, parse_model_config
 from splash.settings import build, compose, options, resolve_model_path, usage
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-MIB = 1 << 20
 MAX_RANKS = 128
-NORM_BYTES = 2  # embeddings, LM head and norms stay in bfloat16 where weights are FP8
-ROUTER_BYTES = 4  # routers are kept in float32
 
 
 @dataclass(frozen=True)
@@ -125,7 +118,7 @@ def make_plan(settings: PlanSettings) -> Plan:
         budget = memory["attention_and_kv"]
         geometry = geometry_for_budget(spec, kv, settings.page_size, weight_bytes, ranks, budget)
     except CapacityError as error:
-        shortage = str(error) if budget > 0 else f"the other weights need {_gib(-budget)} more than there is"
+        shortage = str(error) if budget > 0 else f"everything else takes {-budget / GIB:,.2f} GiB more than there is"
         # Sizes and switches are facts of the model: they are shown whether it fits or not.
         geometry = _smallest_geometry(spec, settings, ranks)
 
@@ -162,34 +155,8 @@ def _smallest_geometry(spec: ModelSpec, settings: PlanSettings, ranks: int) -> A
 
 def _memory(settings: PlanSettings, spec: ModelSpec, ranks: int) -> dict[str, int]:
     """Bytes a rank: what may be used, what everything but attention and KV takes of it, and what is left."""
-    element = DTYPE_BYTES[settings.dtype]
-    wide = max(element, NORM_BYTES)
-    dims, moe = spec.hidden_size, spec.moe
     usable = int(settings.hardware.memory_gib * settings.mem_fraction * GIB)
-    num_moe = sum(spec.is_moe_layer(layer) for layer in range(spec.num_layers))
-    sharded_mlp = 3 * dims * spec.intermediate_size * (spec.num_layers - num_moe)
-    experts = router = 0
-    if moe is not None:
-        experts = math.ceil(moe.num_experts / ranks) * 3 * dims * moe.intermediate_size * num_moe
-        sharded_mlp += 3 * dims * moe.intermediate_size * moe.num_shared_experts * num_moe
-        router = (dims + 1) * moe.num_experts * num_moe
-    vocabulary = math.ceil(spec.vocab_size / ranks) * dims * (1 if spec.tie_word_embeddings else 2)
-    query_rank = spec.q_lora_rank or 0
-    projections = dims * (query_rank + spec.latent_dim)
-    norms = 2 * dims + query_rank + spec.kv_lora_rank
-    if spec.indexer is not None:
-        index = spec.indexer
-        projections += index.num_heads * (spec.query_input_dim * index.head_dim + dims) + dims * index.head_dim
-        norms += 2 * index.head_dim
-    parts = {
-        "experts": experts * element,
-        "dense_and_shared_mlp": math.ceil(sharded_mlp / ranks) * element,
-        "embedding_and_lm_head": vocabulary * wide,
-        "replicated": projections * spec.num_layers * element
-        + (norms * spec.num_layers + dims) * wide
-        + router * ROUTER_BYTES,
-        "reserve": int(settings.hardware.reserve_gib * GIB),
-    }
+    parts = other_weight_bytes(spec, settings.dtype, ranks) | {"reserve": int(settings.hardware.reserve_gib * GIB)}
     return {"usable": usable, **parts, "attention_and_kv": usable - sum(parts.values())}
 
 
@@ -255,159 +222,6 @@ def _number(value: Fraction) -> int | float:
     return value.numerator if value.denominator == 1 else float(value)
 
 
-def print_tables(plan: Plan) -> None:
-    """Print the plan for people."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
-    settings, geometry = plan.settings, plan.geometry
-    console.print()
-    console.print(
-        Text.assemble(
-            ("SPLASH plan  ", "bold"),
-            (settings.model.name, "bold cyan"),
-            f"  {settings.dtype}  on  {geometry.ranks} x ",
-            (settings.hardware.name, "bold cyan"),
-        )
-    )
-    console.print(
-        f"Q-B, KV-B and O take [bold]{_mib(geometry.attention_bytes)}[/] a layer, a cached token "
-        f"[bold]{geometry.kv.token_bytes}[/] bytes a layer; {plan.spec.num_layers} layers, pages of "
-        f"{settings.page_size} tokens.\n"
-    )
-    console.print(_memory_table(plan))
-    if plan.shortage:
-        console.print(f"[bold red]Does not fit:[/] {plan.shortage}.")
-    if settings.dtype == "fp8" and settings.hardware.fp8_tflops is None:
-        console.print(
-            f"[yellow]{settings.hardware.name} has no FP8 arithmetic[/]; the sizes hold for any 8-bit format."
-        )
-    console.print()
-    console.print(_layout_table(plan))
-    console.print(
-        "[dim]KV tokens: distinct tokens of the whole group at balanced load. "
-        f"Longest context: of each of {settings.batch} equal requests.[/]"
-    )
-    if plan.refused:
-        console.print(
-            f"[yellow]Refused: {', '.join(plan.refused)}[/], which shard attention heads: "
-            f"{geometry.ranks} ranks do not divide {plan.spec.num_heads} heads."
-        )
-    if plan.dop_frees_bytes is not None:
-        console.print(_dop_line(plan))
-    console.print()
-    console.print(_switch_table(plan))
-    console.print(
-        "[dim]W: weights, MiB received a rank and layer. KV: bytes received a rank, layer and live token of the group.\n"
-        "gather: all-gather. exchange: all-to-all. drop: nothing moves, memory is freed. same: nothing changes.[/]"
-    )
-
-
-def _table(title: str) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    return Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        header_style="dim",
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-    )
-
-
-def _memory_table(plan: Plan) -> Table:
-    hardware, memory = plan.settings.hardware, plan.memory
-    labels = {
-        "usable": f"{hardware.memory_gib:g} GiB x {plan.settings.mem_fraction:g}",
-        "experts": "experts, expert-parallel",
-        "dense_and_shared_mlp": "dense MLPs and shared experts, sharded",
-        "embedding_and_lm_head": "embedding and LM head, vocabulary-parallel",
-        "replicated": "Q-A, KV-A, indexer, norms and router, replicated",
-        "reserve": "reserve for graphs, workspace and activations",
-        "attention_and_kv": "left for attention weights and KV",
-    }
-    table = _table("Memory of a rank")
-    table.add_column("")
-    table.add_column("GiB", justify="right")
-    for key, label in labels.items():
-        taken = key not in ("usable", "attention_and_kv")
-        style = None if taken else "bold" if memory[key] >= 0 else "bold red"
-        table.add_row(label, f"{'-' if taken else ''}{memory[key] / GIB:,.2f}", style=style)
-    return table
-
-
-def _layout_table(plan: Plan) -> Table:
-    table = _table("What fits")
-    table.add_column("layout", style="bold cyan")
-    table.add_column("projections")
-    table.add_column("KV")
-    for heading in ("attention / rank", "KV / rank", "KV tokens", "longest context"):
-        table.add_column(heading, justify="right")
-    best = max((fitting.kv_tokens for fitting in plan.capacities.values()), default=0)
-    for name, layout in LAYOUTS.items():
-        placement = (name, layout.projections.value, layout.kv.value)
-        if name in plan.refused:
-            table.add_row(*placement, *["refused"] * 4, style="dim")
-            continue
-        fitting = plan.capacities[name]
-        kv_bytes = fitting.page_slots * plan.geometry.slot_bytes * plan.spec.num_layers
-        tokens = f"{fitting.kv_tokens:,}"
-        table.add_row(
-            *placement,
-            _gib(fitting.attention_bytes),
-            _gib(kv_bytes),
-            f"[bold green]{tokens}[/]" if best and fitting.kv_tokens == best else tokens,
-            f"{fitting.longest_context:,}",
-        )
-    return table
-
-
-def _dop_line(plan: Plan) -> str:
-    """What sharding the projections is worth to request-owned KV."""
-    assert plan.dop_frees_bytes is not None
-    dop, dp = plan.capacities["dop"], plan.capacities["dp"]
-    line = f"DOP frees [bold]{_gib(plan.dop_frees_bytes)}[/] a rank over DP-attention"
-    if dp.kv_tokens:
-        more = dop.kv_tokens - dp.kv_tokens
-        line += f": room for {more:,} more tokens, {100 * more / dp.kv_tokens:.1f} % more"
-    return line + "."
-
-
-def _switch_table(plan: Plan) -> Table:
-    table = _table("Switches, from row to column")
-    table.add_column("", style="bold cyan", no_wrap=True)
-    for name in plan.capacities:
-        table.add_column(f"[bold cyan]{name}[/]", no_wrap=True)
-    for src in plan.capacities:
-        cells = ["[dim]·[/]" if src == dst else _switch_cell(plan.switches[src, dst]) for dst in plan.capacities]
-        table.add_row(src, *cells, end_section=src != list(plan.capacities)[-1])
-    return table
-
-
-def _switch_cell(switch: Switch) -> str:
-    words = {"none": "same", "discard": "drop", "all_gather": "gather", "all_to_all": "exchange"}
-    styles = {"none": "dim", "discard": "green", "all_gather": "yellow", "all_to_all": "magenta"}
-    weights = f"W  {words[switch.weights]}"
-    if switch.weight_bytes_per_rank:
-        weights += f" {float(switch.weight_bytes_per_rank) / MIB:,.1f}"
-    kv = f"KV {words[switch.kv]}"
-    if switch.kv_bytes_per_token:
-        kv += f" {float(switch.kv_bytes_per_token):,.1f}"
-    return f"[{styles[switch.weights]}]{weights}[/]\n[{styles[switch.kv]}]{kv}[/]"
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:,.2f} GiB"
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / MIB:,.1f} MiB"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point. Returns the exit status: 0, or 2 where an option cannot work (one line on stderr says why)."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -425,6 +239,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if plan.settings.format == "json":
         print(json.dumps(to_json(plan)))
     else:
+        from splash.plan_tables import print_tables
+
         print_tables(plan)
     return 0
 

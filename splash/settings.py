@@ -39,7 +39,7 @@ def compose(config_name: str, overrides: Sequence[str]) -> dict[str, Any]:
 
     failures = (HydraException, OmegaConfBaseException)
     try:
-        return _compose(config_name, adjusted)
+        config = _compose(config_name, adjusted)
     except failures:
         for count in range(1, len(adjusted) + 1):
             try:
@@ -47,6 +47,10 @@ def compose(config_name: str, overrides: Sequence[str]) -> dict[str, Any]:
             except failures as error:
                 raise _explain(overrides[count - 1], error, base) from None
         raise
+    for key in config:  # "+key=value" adds whatever it names
+        if key not in base and not options(key):
+            raise ConfigError(key, _unknown(key, base))
+    return config
 
 
 def build(cls: type[Settings], mapping: Mapping[str, Any], prefix: str = "") -> Settings:
@@ -129,6 +133,8 @@ def _explain(override: str, error: Exception, base: Mapping[str, Any]) -> Config
         for part in parent.split(".") if parent else []:
             siblings = siblings.get(part) if isinstance(siblings, Mapping) else None
         return ConfigError(key, _unknown(name, siblings if isinstance(siblings, Mapping) else base))
+    if "Ambiguous value" in str(error):
+        return ConfigError(key, f"one value is wanted, not {value!r}; quote text that contains commas")
     return ConfigError(key, " ".join(str(error).split()))
 
 

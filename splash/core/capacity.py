@@ -6,6 +6,7 @@ the engine will find: exact to the slot, and with no case for any particular lay
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from splash.core.layout import Layout, check_layout
 from splash.core.memory import ArenaGeometry, slots_for
 from splash.core.ownership import page_holders, weight_holders
-from splash.core.spec import KVFormat, ModelSpec
+from splash.core.spec import DTYPE_BYTES, KVFormat, ModelSpec
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,9 @@ def capacity(geometry: ArenaGeometry, layout: Layout, batch: int) -> Capacity:
 
 def attention_bytes(geometry: ArenaGeometry, layout: Layout) -> npt.NDArray[np.int64]:
     """[T], bytes of one layer's Q-B, KV-B and O that each rank holds."""
-    groups = np.count_nonzero(weight_holders(layout, geometry.ranks), axis=0).astype(np.int64)
-    return groups * geometry.attention_bytes // geometry.ranks
+    groups = weight_holders(layout, geometry.ranks).sum(axis=0, dtype=np.int64)
+    held: npt.NDArray[np.int64] = groups * geometry.attention_bytes // geometry.ranks
+    return held
 
 
 def page_slots(geometry: ArenaGeometry, layout: Layout) -> npt.NDArray[np.int64]:
@@ -88,6 +90,41 @@ def page_loads(layout: Layout, ranks: int, num_pages: int, requests: npt.NDArray
     of_one = whole * period.sum(axis=1, dtype=np.int64) + period[:, :rest].sum(axis=1, dtype=np.int64)
     loads: npt.NDArray[np.int64] = requests @ of_one
     return loads
+
+
+def other_weight_bytes(spec: ModelSpec, dtype: str, ranks: int) -> dict[str, int]:
+    """Bytes a rank of all weights but Q-B, KV-B and O, which no layout moves, by kind.
+
+    Experts are expert-parallel; dense MLPs and shared experts are cut along their intermediate dim, the embedding and
+    the LM head along the vocabulary; the rest is replicated. Where weights are "fp8", the vocabulary and the norms stay
+    in bfloat16 and quantisation scales (0.02 % at one float32 a 128 x 128 block) are left out; routers are float32.
+    """
+    element = DTYPE_BYTES[dtype]
+    wide = max(element, DTYPE_BYTES["bfloat16"])
+    dims, moe = spec.hidden_size, spec.moe
+    num_moe = sum(spec.is_moe_layer(layer) for layer in range(spec.num_layers))
+    experts = router = 0
+    mlps = 3 * dims * spec.intermediate_size * (spec.num_layers - num_moe)
+    if moe is not None:
+        expert = 3 * dims * moe.intermediate_size
+        experts = math.ceil(moe.num_experts / ranks) * expert * num_moe
+        mlps += moe.num_shared_experts * expert * num_moe
+        router = (dims + 1) * moe.num_experts * num_moe
+    vocabulary = math.ceil(spec.vocab_size / ranks) * dims * (1 if spec.tie_word_embeddings else 2)
+    query_rank = spec.q_lora_rank or 0
+    projections = dims * (query_rank + spec.latent_dim)
+    norms = 2 * dims + query_rank + spec.kv_lora_rank
+    if spec.indexer is not None:
+        index = spec.indexer
+        projections += index.num_heads * (spec.query_input_dim * index.head_dim + dims) + dims * index.head_dim
+        norms += 2 * index.head_dim
+    replicated = projections * spec.num_layers * element + (norms * spec.num_layers + dims) * wide
+    return {
+        "experts": experts * element,
+        "dense_and_shared_mlp": math.ceil(mlps / ranks) * element,
+        "embedding_and_lm_head": vocabulary * wide,
+        "replicated": replicated + router * DTYPE_BYTES["float32"],
+    }
 
 
 def _balanced_pages(slots: npt.NDArray[np.int64], layout: Layout) -> int:

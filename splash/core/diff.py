@@ -49,12 +49,14 @@ class BlockDiff:
     @cached_property
     def fetch(self) -> Bools:
         """bool [blocks, T], the rank fetches the block."""
-        return self.fetch_source != NO_SOURCE
+        fetched: Bools = self.fetch_source != NO_SOURCE
+        return fetched
 
     @property
     def received(self) -> npt.NDArray[np.intp]:
         """[T], blocks that each rank fetches."""
-        return np.count_nonzero(self.fetch, axis=0)
+        blocks: npt.NDArray[np.intp] = self.fetch.sum(axis=0, dtype=np.intp)
+        return blocks
 
     @property
     def sent(self) -> npt.NDArray[np.intp]:

@@ -33,6 +33,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +41,7 @@ import numpy.typing as npt
 from splash.core.layout import KV, Layout, Projections
 
 Bools = npt.NDArray[np.bool_]
-Ints = npt.NDArray[np.integer]
+Ints = npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ def page_holders(numbers: Ints, owners: Ints, layout: Layout, ranks: int) -> Boo
             holder = owners
         case KV.POSITION:
             holder = numbers % ranks
-    return holder[:, None] == np.arange(ranks, dtype=holder.dtype)
+    held: Bools = holder[:, None] == np.arange(ranks)
+    return held
 
 
 def holders(block: Block, layout: Layout, owners: Mapping[int, int], ranks: int) -> frozenset[int]:

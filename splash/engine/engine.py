@@ -21,7 +21,8 @@ from splash.model.config import ModelConfig, check_servable, load_model_config, 
 from splash.platform import registry
 from splash.platform.base import Platform
 from splash.scheduler.config import SchedulerConfig
-from splash.scheduler.scheduler import Progress, Scheduler
+from splash.scheduler.request import Progress
+from splash.scheduler.scheduler import Scheduler
 
 GIB = 1 << 30
 
@@ -124,7 +125,7 @@ class Engine:
         progress(f"starting {self.ranks} ranks")
         group = LocalGroup(config, str(self._model_path), self._platform, self.ranks, geometry)
         weights = group.start(self.max_model_len)
-        self._executor: Executor = group
+        self.executor: Executor = group
         progress(
             f"weights loaded: {sum(weights) / GIB:.3f} GiB beside the arenas over {self.ranks} ranks; "
             f"ready in {time.monotonic() - started:.1f} s"
@@ -203,12 +204,12 @@ class Engine:
         """
         progress: list[Progress] = []
         if self._in_flight:
-            progress = self.scheduler.apply(self._executor.collect())
+            progress = self.scheduler.apply(self.executor.collect())
             self._in_flight = False
             self._steps += 1
         plan = self.scheduler.schedule()
         if plan is not None:
-            self._executor.submit(plan)
+            self.executor.submit(plan)
             self._in_flight = True
         outputs, self._aborted = self._aborted, []
         for item in progress:
@@ -253,7 +254,7 @@ class Engine:
 
     def close(self) -> None:
         """End the ranks. Idempotent."""
-        self._executor.close()
+        self.executor.close()
 
 
 def _model_len(config: EngineConfig, supported: int) -> int:

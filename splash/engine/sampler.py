@@ -19,6 +19,7 @@ from splash.core.step import NewRequest
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
+_NUCLEUS = 128  # tokens looked at before the whole vocabulary is sorted
 
 
 def uniform(seed: int, position: int) -> float:
@@ -49,8 +50,9 @@ class _State:
 class Sampler:
     """Samples for the live requests and remembers what each has generated.
 
-    Filters are applied in vLLM's order: penalties, temperature, min_p, top_k, top_p. A request that is computed
-    again after preemption is not added again: what it has generated stays.
+    Filters are applied in vLLM's order: penalties, temperature, min_p, top_k, top_p. Tokens as likely as the last one
+    that top_k or top_p keeps are kept too. A request that is computed again after preemption is not added again: what
+    it has generated stays.
 
     Args:
         eos_token_ids: tokens that may not come before `min_tokens`, except where a request ignores them.
@@ -208,18 +210,31 @@ def _filter(logits_mV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.
     if limited:
         rows = torch.tensor(limited, device=device)
         ks = torch.tensor([params[row].top_k for row in limited], device=device).unsqueeze(1)
-        highest = scores_mV[rows].topk(int(ks.max()), dim=-1).values
-        scores_mV[rows] = scores_mV[rows].masked_fill(scores_mV[rows] < highest.gather(1, ks - 1), -torch.inf)
+        some_mV = scores_mV[rows]
+        highest = some_mV.topk(int(ks.max()), dim=-1).values
+        scores_mV[rows] = some_mV.masked_fill(some_mV < highest.gather(1, ks - 1), -torch.inf)
     nucleus = [row for row, p in enumerate(params) if p.top_p < 1]
     if nucleus:
         rows = torch.tensor(nucleus, device=device)
         top_p = torch.tensor([params[row].top_p for row in nucleus], dtype=torch.float64, device=device).unsqueeze(1)
-        ordered, index = scores_mV[rows].sort(dim=-1, descending=True, stable=True)
-        mass = ordered.double().softmax(dim=-1)
-        # A token stays while those before it fall short of top_p.
-        ordered[mass.cumsum(dim=-1) - mass >= top_p] = -torch.inf
-        scores_mV[rows] = torch.empty_like(ordered).scatter_(1, index, ordered)
+        some_mV = scores_mV[rows]
+        scores_mV[rows] = some_mV.masked_fill(some_mV < _nucleus_floor(some_mV, top_p), -torch.inf)
     return scores_mV
+
+
+def _nucleus_floor(scores_mV: torch.Tensor, top_p_m1: torch.Tensor) -> torch.Tensor:
+    """The lowest score that stays: what scores higher falls short of top_p of the mass. [m, 1].
+
+    The nucleus is mostly small, and sorting a vocabulary is slow: a full sort only where the likeliest few do not do.
+    """
+    needed_m1 = top_p_m1 * scores_mV.double().exp().sum(dim=-1, keepdim=True)
+    ordered = scores_mV.topk(min(_NUCLEUS, scores_mV.shape[1]), dim=-1).values
+    cumulative = ordered.double().exp().cumsum(dim=-1)
+    if bool((cumulative[:, -1:] < needed_m1).any()):
+        ordered = scores_mV.sort(dim=-1, descending=True).values
+        cumulative = ordered.double().exp().cumsum(dim=-1)
+    num_kept_m1 = 1 + (cumulative[:, :-1] < needed_m1).sum(dim=-1, keepdim=True)
+    return ordered.gather(1, num_kept_m1 - 1)
 
 
 def _inverse_cdf(scores_mV: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:

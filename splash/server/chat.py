@@ -67,7 +67,7 @@ async def _prepare(service: Service, body: ChatCompletionRequest) -> _Job:
         prompt = await asyncio.to_thread(_encode, engine.tokenizer, body)
         check_prompt(engine, prompt, "messages")
         limit = output_limit(engine, prompt, body.token_limit, None, limit_name)
-        requests = fan_out(body, answer_id, [prompt], [limit])
+        requests = fan_out(body, answer_id, [prompt], [limit], body.num_logprobs)
     except RequestError as error:
         raise renamed(error, {"prompt": "messages", "max_tokens": limit_name}) from None
     head = {"id": answer_id, "created": int(time.time()), "model": service.settings.model}

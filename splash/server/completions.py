@@ -75,7 +75,8 @@ async def _prepare(service: Service, body: CompletionRequest) -> _Job:
         echoes += [text or "" if body.echo else ""] * body.n
     answer_id = new_id("cmpl")
     head = {"id": answer_id, "object": "text_completion", "created": int(time.time()), "model": service.settings.model}
-    return _Job(body, fan_out(body, answer_id, prompts, limits), echoes, sum(map(len, prompts)), head)
+    requests = fan_out(body, answer_id, prompts, limits, body.logprobs)
+    return _Job(body, requests, echoes, sum(map(len, prompts)), head)
 
 
 async def _whole(service: Service, job: _Job) -> Response:

@@ -26,6 +26,11 @@ UNSUPPORTED = {
     "tool_calls": "calling tools is not supported",
 }
 
+_ALTERNATIVES = {
+    "prompt": "must be text, a list of texts, a list of token ids, or a list of lists of token ids",
+    "stop": "must be text or a list of texts, none of them empty",
+}
+
 
 class ApiError(Exception):
     """An answer other than success, ready to be sent.
@@ -151,8 +156,8 @@ async def _on_exception(request: Request, error: Exception) -> Response:
 def _invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """Turn the first problem that validation found into an answer."""
     # Of a union's branches, the one that got furthest into the value names the real problem.
-    first_field = errors[0]["loc"][:2]
-    error = max((e for e in errors if e["loc"][:2] == first_field), key=lambda e: len(_path(e)))
+    same_field = [error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]]
+    error = max(same_field, key=lambda error: len(_path(error)))
     kind, path = error["type"], _path(error)
     param = ".".join(path) or None
     if kind == "json_invalid":
@@ -164,6 +169,10 @@ def _invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
             message = "the body must be a JSON object, sent with Content-Type: application/json"
         named = message.split(" ", 1)[0] if kind == "value_error" else None
         return ApiError(400, message, param=named, code="invalid_value")
+    if any(error["type"] == "string_unicode" for error in same_field):
+        return ApiError(400, f"{param}: is not valid Unicode", param=param, code="invalid_value")
+    if path[0] in _ALTERNATIVES and kind != "missing":
+        return ApiError(400, f"{path[0]}: {_ALTERNATIVES[path[0]]}", param=path[0], code="invalid_value")
     if kind == "extra_forbidden":
         reason = UNSUPPORTED.get(path[-1])
         message = f"{param}: {reason}" if reason else f"unknown parameter: {param}"

@@ -128,7 +128,11 @@ def output_limit(engine: AsyncEngine, prompt: Sequence[int], asked: int | None, 
 
 
 def fan_out(
-    fields: SamplingFields, answer_id: str, prompts: Sequence[Sequence[int]], limits: Sequence[int]
+    fields: SamplingFields,
+    answer_id: str,
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    logprobs: int | None,
 ) -> list[GenerationRequest]:
     """The engine's requests: `n` for each prompt, in order of prompts. Choice i samples with seed + i.
 
@@ -139,7 +143,7 @@ def fan_out(
     for number, prompt in enumerate(prompts):
         for sample in range(fields.n):
             index = number * fields.n + sample
-            params = fields.sampling(limits[number], index)
+            params = fields.sampling(index, limits[number], logprobs)
             requests.append(GenerationRequest(f"{answer_id}-{index}", tuple(prompt), params))
     return requests
 

@@ -103,13 +103,13 @@ class SamplingFields(Model):
         """Whether the stream ends with a chunk of token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    @property
-    def wanted_logprobs(self) -> int | None:
-        """Alternatives a token to report, or None for no log-probabilities."""
-        raise NotImplementedError
-
-    def sampling(self, max_tokens: int, choice: int) -> SamplingParams:
+    def sampling(self, choice: int, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """Parameters of the choice of that index: choices of one request differ by their seeds.
+
+        Args:
+            choice: index of the choice.
+            max_tokens: most tokens to generate.
+            logprobs: alternatives a token to report, or None for no log-probabilities.
 
         Raises:
             RequestError: a value is out of range.
@@ -131,7 +131,7 @@ class SamplingFields(Model):
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
-            logprobs=self.wanted_logprobs,
+            logprobs=logprobs,
         )
         params.validate()
         return params
@@ -145,10 +145,6 @@ class CompletionRequest(SamplingFields):
     best_of: int | None = None
     logprobs: int | None = None
     add_special_tokens: bool = True
-
-    @property
-    def wanted_logprobs(self) -> int | None:
-        return self.logprobs
 
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts, one or many, as a list.
@@ -220,7 +216,8 @@ class ChatCompletionRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] = {}
 
     @property
-    def wanted_logprobs(self) -> int | None:
+    def num_logprobs(self) -> int | None:
+        """Alternatives a token to report, or None for no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property

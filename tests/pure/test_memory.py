@@ -221,8 +221,17 @@ def test_a_rank_short_of_slots_limits_the_group(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("platform", "tpu"), ("ranks", 0), ("memory_gib", 0.0), ("link_gb_s", float("inf")), ("fp8_tflops", 0.0)]
-    + [("reserve_gib", -1.0), ("reserve_gib", 64.0), ("bf16_tflops", float("nan")), ("memory_gb_s", -1.0)],
+    [
+        ("platform", "tpu"),
+        ("ranks", 0),
+        ("memory_gib", 0.0),
+        ("link_gb_s", float("inf")),
+        ("fp8_tflops", 0.0),
+        ("reserve_gib", -1.0),
+        ("reserve_gib", 64.0),
+        ("bf16_tflops", float("nan")),
+        ("memory_gb_s", -1.0),
+    ],
 )
 def test_impossible_hardware_is_refused_by_field(field: str, value: object) -> None:
     fine = Hardware("x", "cuda", 8, 64.0, 1.0, 100.0, None, 1000.0, 50.0)

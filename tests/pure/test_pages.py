@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splash.core.layout import DOP, DP, LAYOUTS, TP, Layout
+from splash.core.layout import DCP, DOP, DP, LAYOUTS, TP, Layout
 from splash.core.memory import ArenaGeometry
 from splash.core.ownership import page_holders
 from splash.core.pages import HeldPages, PageAllocator, PagePool
@@ -155,6 +155,16 @@ def test_fits_alone_is_what_an_empty_pool_can_grow(layout: Layout, ranks: int, o
     pool = PagePool(layout, [np.arange(5 + 3 * rank) for rank in range(ranks)])
     owner %= ranks
     assert pool.fits_alone(owner, count) == pool.grow(HeldPages(owner, ranks), count)
+
+
+def test_pages_of_a_growing_request_are_consecutive_on_each_rank() -> None:
+    pool = PagePool(DCP, [np.arange(256)] * 2)
+    live = [HeldPages(0, 2) for _ in range(4)]
+    for _ in range(30):
+        for held in live:
+            assert pool.grow(held, 1)
+    assert {len(runs(held.slots_on(rank))) for held in live for rank in range(2)} == {1}
+    assert [held.last for held in live] == [[held.slots_on(0)[-1], held.slots_on(1)[-1]] for held in live]
 
 
 def test_resident_pages_must_lie_where_the_layout_wants_them() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from splash.core.request import SamplingParams, TokenLogprob
 from splash.core.step import NewRequest
-from splash.engine.sampler import Sampler, uniform
+from splash.engine.sampler import Sampler, _filter, _inverse_cdf, uniform
 
 VOCABULARY = 40
 EOS = 3
@@ -39,12 +39,7 @@ def reference_probabilities(logits: list[float], params: SamplingParams) -> list
         kth = sorted(kept, reverse=True)[params.top_k - 1]
         kept = [w if w >= kth else 0.0 for w in kept]
     if params.top_p < 1:
-        total, before, nucleus = sum(kept), 0.0, [0.0] * len(kept)
-        for token in sorted(range(len(kept)), key=lambda token: (-kept[token], token)):
-            if before < params.top_p:
-                nucleus[token] = kept[token]
-            before += kept[token] / total
-        kept = nucleus
+        kept = [w if sum(v for v in kept if v > w) < params.top_p * sum(kept) else 0.0 for w in kept]
     return [w / sum(kept) for w in kept]
 
 
@@ -106,6 +101,21 @@ def test_draws_follow_the_distribution(params: SamplingParams) -> None:
     chi_square = float(((counts[possible] - expected) ** 2 / expected).sum())
     freedom = int(possible.sum()) - 1
     assert chi_square < freedom + 4 * math.sqrt(2 * max(freedom, 1)) + 4
+
+
+@pytest.mark.parametrize(("u", "token"), [(0.0, 1), (0.5 - 2**-53, 1), (0.5, 3), (1 - 2**-53, 3)])
+def test_draws_at_an_edge_fall_on_tokens_that_are_possible(u: float, token: int) -> None:
+    never = -math.inf
+    assert _inverse_cdf(torch.tensor([[never, 0.0, never, 0.0, never]]), [u]).tolist() == [token]
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.01, 3.0])
+@pytest.mark.parametrize("top_p", [0.2, 0.95])
+def test_nucleus_of_a_large_vocabulary(spread: float, top_p: float) -> None:
+    scores = random_logits(1, 0, 1000) * spread
+    (row,) = _filter(scores, [SamplingParams(top_p=top_p)]).tolist()
+    expected = reference_probabilities(scores[0].double().tolist(), SamplingParams(top_p=top_p))
+    assert [x > -math.inf for x in row] == [probability > 0 for probability in expected]
 
 
 def test_uniforms_are_uniform_and_independent_along_seeds_and_positions() -> None:
@@ -214,8 +224,9 @@ def test_penalty_tables_are_clean_for_the_next_request() -> None:
     sampler = Sampler({EOS})
     logits = torch.tensor([[1.0, 0.9, 0.8, 0.7, 0.6]])
     for id in range(20):
-        sampler.add(NewRequest(id, (4,), params, 0))
-        assert [sampler.sample(logits, [(id, step)])[0][0] for step in range(3)] == [0, 1, 2]
+        sampler.add(NewRequest(id, (4 * (id % 2),), params, 0))
+        expected = [0, 1, 2] if id % 2 else [1, 2, 3]
+        assert [sampler.sample(logits, [(id, step)])[0][0] for step in range(3)] == expected
         if id % 3:
             sampler.remove(id)
 
@@ -231,6 +242,8 @@ def test_min_tokens_holds_back_end_of_sequence_and_stop_tokens() -> None:
     )
     got = [sampler.sample(logits, [(id, step) for id in range(3)])[0] for step in range(3)]
     assert got == [[5, 5, EOS], [5, 5, EOS], [EOS, EOS, EOS]]
+    alone = sampler_of((SamplingParams(temperature=0.0, **fields), 0))
+    assert [alone.sample(logits[:1], [(0, step)])[0] for step in range(3)] == [[5], [5], [EOS]]
 
 
 def test_banning_the_whole_vocabulary_still_gives_a_token() -> None:

@@ -233,17 +233,18 @@ def test_requests_finish_in_order_of_arrival_under_pressure() -> None:
 
 
 def test_victim_is_the_youngest_on_the_rank_that_lacks_a_page() -> None:
-    scheduler, group = make(DP, (3, 8), page_size=2, max_model_len=16)
+    scheduler, group = make(DP, (3, 20), page_size=2, max_model_len=16)
     scheduler.add(0, [1], greedy(max_tokens=5), 0)  # rank 1, which has more free pages
     scheduler.add(1, [1, 1], greedy(max_tokens=5), 0)  # rank 0
     scheduler.add(2, [1] * 3, greedy(max_tokens=9), 0)
     scheduler.add(3, [1], greedy(max_tokens=5), 0)
+    scheduler.add(4, [1] * 3, greedy(max_tokens=9), 0)  # rank 1: rank 0 has a page left, and two must be free
     owners: dict[int, int] = {}
     while scheduler.num_preemptions == 0:
         plan = scheduler.schedule()
         owners = owners or {query.request: query.owner for query in plan.queries}
         scheduler.apply(group.run(plan))
-    assert owners == {0: 1, 1: 0, 2: 1, 3: 0}
+    assert owners == {0: 1, 1: 0, 2: 1, 3: 0, 4: 1}
     assert plan.released == (3,)
 
 

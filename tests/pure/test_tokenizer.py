@@ -114,7 +114,7 @@ def test_refusals_of_a_template_are_the_requests_fault(tmp_path: Path) -> None:
 @pytest.mark.parametrize("attack", ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}"])
 def test_templates_cannot_reach_python(tmp_path: Path, attack: str) -> None:
     tokenizer = Tokenizer.load(write(tmp_path, {"chat_template": attack}))
-    with pytest.raises(RequestError, match="unsafe|not safely callable"):
+    with pytest.raises(RequestError, match=r"unsafe|not safely callable"):
         tokenizer.apply_chat_template(MESSAGES)
 
 
@@ -125,7 +125,11 @@ def test_broken_directories_say_which_file(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(CheckpointError, match=r"has no tokenizer_config\.json"):
         Tokenizer.load(tmp_path)
-    for content, message in (("{", "not valid JSON"), ("[]", "must hold an object"), ('{"chat_template": 3}', "string")):
+    for content, message in (
+        ("{", "not valid JSON"),
+        ("[]", "must hold an object"),
+        ('{"chat_template": 3}', "string"),
+    ):
         (tmp_path / "tokenizer_config.json").write_text(content, encoding="utf-8")
         with pytest.raises(CheckpointError, match=message):
             Tokenizer.load(tmp_path)

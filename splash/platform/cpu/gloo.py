@@ -70,8 +70,7 @@ class GlooCommunicator(Communicator):
         del self._group, self._store
 
     def _gather(self, name: str, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        copies = x.unsqueeze(0).expand(self.size, *x.shape).reshape(self.size * x.shape[0], *x.shape[1:])
-        return self._exchange(name, copies, [x.shape[0]] * self.size, counts)
+        return self._exchange(name, torch.cat([x] * self.size), [x.shape[0]] * self.size, counts)
 
     def _exchange(self, name: str, x: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
         out = x.new_empty((sum(receive), *x.shape[1:]))
@@ -90,7 +89,7 @@ class GlooCommunicator(Communicator):
             missing = self._missing()
             who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}" if missing else "a peer"
             raise WorkerError(
-                f"{name}: {who} did not arrive within {self._timeout_s:g} s (rank {self.rank} waited): {error}",
+                f"{name}: {who} did not arrive or failed in it (rank {self.rank} waits {self._timeout_s:g} s): {error}",
                 missing[0] if missing else None,
             ) from error
 

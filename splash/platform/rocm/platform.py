@@ -88,7 +88,8 @@ def has_aiter() -> bool:
     Looks without importing: AMD's runs ROCm's tools on import and fails where they are missing.
     """
     spec = find_spec("aiter")
-    return spec is not None and any((Path(folder) / "mla.py").exists() for folder in spec.submodule_search_locations or ())
+    folders = spec.submodule_search_locations if spec is not None else None
+    return any((Path(folder) / "mla.py").exists() for folder in folders or ())
 
 
 def _driver_state() -> str:

@@ -1,0 +1,96 @@
+"""Programs for `run_group` that serve a model: every rank schedules alike, and rank 0 tells the others what it sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from splash.core.layout import LAYOUTS
+from splash.core.memory import ArenaGeometry
+from splash.core.pages import PagePool
+from splash.core.request import SamplingParams
+from splash.core.spec import DTYPE_BYTES, kv_format
+from splash.core.step import StepOutput, StepPlan
+from splash.engine.runner import ModelRunner
+from splash.model.config import load_model_config
+from splash.platform.base import Rank
+from splash.scheduler.config import SchedulerConfig
+from splash.scheduler.scheduler import Scheduler
+
+
+def geometry_for(model: str, ranks: int, page_size: int, num_pages: int, dtype: str = "float32") -> ArenaGeometry:
+    """Arenas with room for the weights and `num_pages` pages."""
+    spec = load_model_config(model).spec
+    kv, weight_bytes = kv_format(spec, dtype), DTYPE_BYTES[dtype]
+    weights = ArenaGeometry(spec, kv, page_size, weight_bytes, ranks, 1 << 40).num_weight_slots
+    return ArenaGeometry(spec, kv, page_size, weight_bytes, ranks, weights + num_pages)
+
+
+def generate(
+    rank: Rank,
+    model: str,
+    geometry: ArenaGeometry,
+    layouts: Sequence[str],
+    prompts: Sequence[Sequence[int]],
+    max_tokens: Sequence[int],
+    budget: int,
+    dtype: str = "float32",
+) -> dict[str, Any]:
+    """Greedy generation in each of `layouts`, one after another.
+
+    Returns, by layout: `tokens` a prompt; on rank 0 `logits` a prompt, float32 [max_tokens, V]; `pages_back`, whether
+    every page was free again at the end; and `steps`.
+    """
+    torch.set_grad_enabled(False)
+    return {name: _generate(rank, model, geometry, name, prompts, max_tokens, budget, dtype) for name in layouts}
+
+
+def _generate(
+    rank: Rank,
+    model: str,
+    geometry: ArenaGeometry,
+    layout: str,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: Sequence[int],
+    budget: int,
+    dtype: str,
+) -> dict[str, Any]:
+    max_model_len = max(len(prompt) + count for prompt, count in zip(prompts, max_tokens, strict=True))
+    runner = ModelRunner(model, geometry, rank, layout, dtype, max_model_len, ())
+    config = SchedulerConfig(len(prompts), budget, max_model_len, frozenset(), geometry.page_size)
+    scheduler = Scheduler(config, PagePool.of_geometry(geometry, LAYOUTS[layout]))
+    for number, (prompt, count) in enumerate(zip(prompts, max_tokens, strict=True)):
+        scheduler.add(number, prompt, SamplingParams(max_tokens=count, temperature=0.0), 0)
+    tokens: list[list[int]] = [[] for _ in prompts]
+    logits: list[list[np.ndarray]] = [[] for _ in prompts]
+    steps = 0
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        assert plan is not None
+        scores = runner.logits(plan)
+        output = _agree(rank, plan, scores)
+        if scores is not None:
+            for place, request in enumerate(output.requests):
+                logits[request].append(scores[place].numpy().copy())
+        for progress in scheduler.apply(output):
+            tokens[progress.id].append(progress.token)
+        steps += 1
+    return {
+        "tokens": tokens,
+        "logits": [np.stack(rows) if rows else None for rows in logits],
+        "pages_back": scheduler.pool.num_free == scheduler.pool.num_total,
+        "steps": steps,
+        "preemptions": scheduler.num_preemptions,
+    }
+
+
+def _agree(rank: Rank, plan: StepPlan, scores: torch.Tensor | None) -> StepOutput:
+    """The output of a step, on every rank: greedy tokens as rank 0 sees them."""
+    requests = tuple(query.request for query in plan.queries if query.sample)
+    chosen = scores.argmax(dim=-1) if scores is not None else torch.empty(0, dtype=torch.int64)
+    counts = [len(requests), *[0] * (rank.size - 1)]
+    tokens = rank.comm.all_gather(chosen, counts).tolist()
+    return StepOutput(plan.step, plan.epoch, requests, tuple(tokens), (None,) * len(requests))

@@ -1,0 +1,99 @@
+"""Arenas: mapped by every rank at fixed addresses, sparse, within memory, and gone with the last process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from splash.core.errors import CapacityError
+from splash.core.memory import ArenaGeometry
+from splash.core.spec import ModelSpec, RopeSpec, kv_format
+from splash.platform.base import Rank
+from splash.platform.cpu.arena import SharedArenas, arena_file_bytes
+from splash.platform.cpu.platform import CpuPlatform, available_bytes
+from tests.cpu.group import run_group
+
+HERE = "tests.cpu.test_arena"
+SPEC = ModelSpec("test", 3, 8, 8, 2, None, 7, 4, 3, 4, 8, 1, 64, 1e-6, RopeSpec())
+
+
+def geometry(ranks: int, num_slots: int, page_size: int = 1) -> ArenaGeometry:
+    return ArenaGeometry(SPEC, kv_format(SPEC, "bfloat16"), page_size, 2, ranks, num_slots)
+
+
+def read_every_peer(rank: Rank, num_layers: int, arena_bytes: int) -> None:
+    """Every byte of every arena of every rank is told apart by rank, layer and place."""
+    place = torch.arange(arena_bytes) % 251
+    addresses = [rank.arenas.local(layer).data_ptr() for layer in range(num_layers)]
+    for layer in range(num_layers):
+        arena = rank.arenas.local(layer)
+        assert arena.shape == (arena_bytes,) and arena.dtype == torch.uint8 and not arena.any()
+        arena.copy_(place ^ (16 * rank.rank + layer))
+        assert arena[: arena_bytes // 8 * 8].view(torch.int64).data_ptr() == arena.data_ptr()  # aligned for any dtype
+    rank.comm.barrier()
+    for peer in range(rank.size):
+        for layer in range(num_layers):
+            assert torch.equal(rank.arenas.peer(peer, layer).long(), place ^ (16 * peer + layer))
+    assert rank.arenas.peer(rank.rank, 0).data_ptr() == rank.arenas.local(0).data_ptr()
+    rank.comm.barrier()
+    rank.arenas.local(0).fill_(77)
+    rank.comm.barrier()
+    assert all(bool((rank.arenas.peer(peer, 0) == 77).all()) for peer in range(rank.size))
+    assert addresses == [rank.arenas.local(layer).data_ptr() for layer in range(num_layers)]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_every_rank_reads_every_arena(ranks: int) -> None:
+    shape = geometry(ranks, num_slots=333)
+    assert shape.arena_bytes % os.sysconf("SC_PAGE_SIZE")  # or the test would not show that layers are kept apart
+    arguments = {"num_layers": 3, "arena_bytes": shape.arena_bytes}
+    run_group(f"{HERE}:read_every_peer", ranks, arguments, num_layers=3, geometry=shape)
+
+
+def test_arenas_that_do_not_fit_are_refused_with_the_numbers() -> None:
+    slots = 4 * available_bytes() // geometry(1, 100).slot_bytes
+    with pytest.raises(CapacityError, match=r"2 ranks x 3 layers .* MiB of host memory is available") as caught:
+        CpuPlatform().create_group(2, 3, geometry(2, slots))
+    assert f"(now {slots})" in str(caught.value)
+
+
+def test_memory_is_taken_when_written_and_freed_with_the_last_holder() -> None:
+    shape = geometry(2, 1 << 20)
+    handle = CpuPlatform().create_group(2, 3, shape)
+    try:
+        fd = handle.info["arena_fds"][1]
+        assert os.fstat(fd).st_size == arena_file_bytes(3, shape.arena_bytes)
+        assert os.fstat(fd).st_blocks == 0
+        arenas = SharedArenas(handle.info["arena_fds"], 1, 3, shape.arena_bytes)
+        arenas.local(2)[:10_000] = 1
+        assert 0 < os.fstat(fd).st_blocks * 512 < 100_000
+        assert os.fstat(fd).st_nlink == 0  # no name: nothing to clean up, whatever happens to the processes
+    finally:
+        handle.close()
+    handle.close()
+    for fd in handle.fds:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+
+
+def test_nothing_is_named_in_shared_memory() -> None:
+    before = set(Path("/dev/shm").iterdir())
+    handle = CpuPlatform().create_group(2, 3, geometry(2, 100))
+    try:
+        assert not {path for path in set(Path("/dev/shm").iterdir()) - before if "splash" in path.name}
+    finally:
+        handle.close()
+
+
+def test_a_description_of_the_host() -> None:
+    platform = CpuPlatform()
+    assert platform.availability().ok
+    (device,) = platform.devices()
+    assert 0 < device.free_bytes <= device.total_bytes
+    assert device.name
+    cores = len(os.sched_getaffinity(0))
+    assert platform.rank_environment(1)["OMP_NUM_THREADS"] == str(cores)
+    assert platform.rank_environment(1000)["OMP_NUM_THREADS"] == "1"

@@ -1,0 +1,156 @@
+"""Offline generation through the real engine: processes, sockets, scheduler and text."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from splash.core.errors import CapacityError, CheckpointError, ConfigError, RequestError, WorkerError
+from splash.core.request import SamplingParams
+from splash.engine.executor import LocalGroup
+from splash.llm import LLM
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_checkpoint: Callable[[str], Path]) -> Iterator[LLM]:
+    with LLM(str(tiny_checkpoint("base")), ranks=2, layout="dop", kv_cache_gib=0.1, page_size=16) as engine:
+        yield engine
+
+
+def test_text_equals_transformers(llm: LLM, tiny_checkpoint: Callable[[str], Path]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = tiny_checkpoint("base")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    prompts = ["The quick brown", "How many ranks hold this page? Every", "é"]
+    for output in llm.generate(prompts, GREEDY):
+        ids = tokenizer(output.prompt, return_tensors="pt").input_ids
+        assert output.prompt_tokens == tuple(ids[0].tolist())
+        with torch.no_grad():
+            expected = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+        generated = expected[0, ids.shape[1] :].tolist()
+        assert list(output.tokens) == generated
+        assert output.text == tokenizer.decode(generated, skip_special_tokens=True)
+        assert output.finish_reason == "length"
+
+
+def test_a_seed_gives_the_same_text_whatever_the_batch(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=20, temperature=1.0, top_p=0.9, seed=7, ignore_eos=True)
+    alone = llm.generate("The quick", params)[0]
+    others = [SamplingParams(max_tokens=9, temperature=1.3, seed=seed, ignore_eos=True) for seed in range(3)]
+    crowd = llm.generate(["a", "b", "The quick", "c"], [*others[:2], params, others[2]])
+    assert crowd[2].tokens == alone.tokens
+    assert crowd[2].text == alone.text
+    assert llm.generate("The quick", SamplingParams(max_tokens=20, seed=8, ignore_eos=True))[0].tokens != alone.tokens
+
+
+def test_stop_strings_and_tokens(llm: LLM) -> None:
+    whole = llm.generate("The quick", GREEDY)[0]
+    stop = whole.text[3:5]
+    cut = llm.generate("The quick", SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, stop=(stop,)))[0]
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+    token = whole.tokens[4]
+    first = whole.tokens.index(token)
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, stop_token_ids=(token,))
+    ended = llm.generate("The quick", params)[0]
+    assert ended.tokens == whole.tokens[: first + 1]
+    assert (ended.finish_reason, ended.stop_reason) == ("stop", token)
+
+
+def test_logprobs(llm: LLM) -> None:
+    output = llm.generate("The quick", SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=3))[0]
+    assert len(output.logprobs) == 4
+    for token, entry in zip(output.tokens, output.logprobs, strict=True):
+        assert entry.token == token == entry.top[0][0]
+        assert entry.logprob == entry.top[0][1] <= 0.0
+        assert len(entry.top) == 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "field"),
+    [
+        ([], GREEDY, "prompt"),
+        ([1, 512], GREEDY, "prompt"),
+        ([-1], GREEDY, "prompt"),
+        ([1] * 2048, GREEDY, "prompt"),
+        ([1], SamplingParams(max_tokens=0), "max_tokens"),
+        ([1], SamplingParams(max_tokens=-3), "max_tokens"),
+        ([1], SamplingParams(temperature=-1.0), "temperature"),
+        ([1], SamplingParams(top_p=0.0), "top_p"),
+        ([1], SamplingParams(stop_token_ids=(9999,)), "stop_token_ids"),
+    ],
+)
+def test_bad_requests_harm_nobody(llm: LLM, prompt: list[int], params: SamplingParams, field: str) -> None:
+    with pytest.raises(RequestError, match=field) as caught:
+        llm.generate([[5, 6, 7], prompt], [GREEDY, params])
+    assert caught.value.field == field
+    assert llm.generate([5, 6, 7], GREEDY)[0].finish_reason == "length"
+    stats = llm.engine.stats()
+    assert stats.free_pages == stats.total_pages
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"layout": "xp"}, ConfigError, "tp, dp, cp, dop, dcp"),
+        ({"ranks": 0}, ConfigError, "ranks"),
+        ({"ranks": 3}, ConfigError, "3 ranks do not divide 8 heads; use dp, cp"),
+        ({"dtype": "int4"}, ConfigError, "float32, bfloat16"),
+        ({"max_model_len": 9999}, ConfigError, "2048"),
+        ({"kv_cache_gib": 1e-4}, CapacityError, "kv_cache_gib"),
+        ({"model": "/nonexistent"}, CheckpointError, "/nonexistent"),
+        ({"hardware": "vax"}, ConfigError, "vax"),
+    ],
+)
+def test_bad_options_are_refused(
+    tiny_checkpoint: Callable[[str], Path], options: dict[str, object], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        LLM(**{"model": str(tiny_checkpoint("base")), "ranks": 2, "kv_cache_gib": 0.1, **options})
+
+
+def test_damaged_weights_are_refused(tiny_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    source = tiny_checkpoint("base")
+    for file in source.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(CheckpointError, match="truncated or damaged"):
+        LLM(str(tmp_path), ranks=2, kv_cache_gib=0.1)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="only safetensors are read"):
+        LLM(str(tmp_path), ranks=2, kv_cache_gib=0.1)
+
+
+def test_a_killed_rank_is_named_and_nothing_is_left(tiny_checkpoint: Callable[[str], Path]) -> None:
+    with LLM(str(tiny_checkpoint("base")), ranks=3, layout="dp", kv_cache_gib=0.05) as llm:
+        group = llm.engine.executor
+        assert isinstance(group, LocalGroup)
+        pids = group.pids
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(WorkerError, match="rank 1 was killed by signal 9") as caught:
+            llm.generate([5, 6, 7], GREEDY)
+        assert caught.value.rank == 1
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_bfloat16_is_close_to_float32(tiny_checkpoint: Callable[[str], Path]) -> None:
+    path = str(tiny_checkpoint("base"))
+    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5)
+    best = []
+    for dtype in ("float32", "bfloat16"):
+        with LLM(path, ranks=2, layout="dcp", dtype=dtype, kv_cache_gib=0.05) as llm:
+            best.append(dict(llm.generate(list(range(5, 45)), params)[0].logprobs[0].top))
+    shared = best[0].keys() & best[1].keys()
+    assert len(shared) >= 3
+    assert all(abs(best[0][token] - best[1][token]) < 0.15 for token in shared)

@@ -1,0 +1,234 @@
+"""`python -m splash.serve` as people run it: a process, a small random checkpoint, the official client."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import torch
+from transformers import AutoTokenizer, DeepseekV3ForCausalLM
+
+from splash.core.layout import LAYOUTS
+
+pytestmark = pytest.mark.timeout(240)
+
+READY = re.compile(r"SPLASH is ready: (http://\S+) \(model (\S+), layout (\S+), (\d+) ranks, cpu\)")
+PROMPT = "the quick brown fox 👍🏽"
+START_TIMEOUT_S = 120
+STOP_TIMEOUT_S = 60
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_checkpoint: Callable[[str], Path]) -> Path:
+    return tiny_checkpoint("base")
+
+
+@dataclass
+class Process:
+    """A running server, and the lines that it has printed."""
+
+    process: subprocess.Popen[str]
+    lines: list[str]
+    url: str
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def running(self) -> int:
+        health = httpx.get(f"{self.url}/health", timeout=60).json()
+        return health["running"] + health["waiting"]
+
+
+def command(*options: str) -> list[str]:
+    return [sys.executable, "-m", "splash.serve", "port=0", "+hardware=cpu", "kv_cache_gib=0.05", *options]
+
+
+@contextlib.contextmanager
+def serving(*options: str) -> Iterator[Process]:
+    """Start a server in a process group of its own, and wait for its ready line."""
+    process = subprocess.Popen(
+        command(*options),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    lines: list[str] = []
+    arrived: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line.rstrip())
+            arrived.put(line)
+        arrived.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    try:
+        match = None
+        while match is None:
+            line = arrived.get(timeout=START_TIMEOUT_S)
+            assert line is not None, f"the server ended with {process.wait()}: {lines}"
+            match = READY.match(line)
+        yield Process(process, lines, match[1])
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(STOP_TIMEOUT_S)
+
+
+def family(pid: int) -> list[int]:
+    """A process and its descendants."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found = [pid]
+    for parent in found:  # grows while it is walked
+        found += [child for child, its_parent in parents.items() if its_parent == parent]
+    return found
+
+
+def alive(pid: int) -> bool:
+    """Whether a process still runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[Process]:
+    with serving(f"model.path={checkpoint}", "layout=dop", "ranks=2", "max_model_len=200") as running:
+        yield running
+
+
+def greedy(checkpoint: Path, prompt: str, num_tokens: int) -> str:
+    """What transformers says, token by token without a cache."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model = DeepseekV3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    tokens = tokenizer.encode(prompt)
+    start = len(tokens)
+    with torch.no_grad():
+        for _ in range(num_tokens):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokenizer.decode(tokens[start:], skip_special_tokens=True)
+
+
+def test_the_ready_line_names_what_serves(server: Process) -> None:
+    match = next(match for line in server.lines if (match := READY.match(line)))
+    assert match.groups()[1:] == ("base", "dop", "2")
+    assert any(line.startswith("Try:  curl") for line in server.lines)
+    layout = httpx.get(f"{server.url}/layout").json()
+    assert layout == {"layout": "dop", "ranks": 2, "hardware": "cpu", "layouts": [*LAYOUTS]}
+
+
+def test_completion_equals_transformers_and_its_own_stream(server: Process, checkpoint: Path) -> None:
+    options = {
+        "model": "base",
+        "prompt": PROMPT,
+        "max_tokens": 24,
+        "temperature": 0,
+        "extra_body": {"ignore_eos": True},
+    }
+    with server.client() as client:
+        whole = client.completions.create(**options).choices[0]
+        chunks = list(client.completions.create(stream=True, **options))
+    assert whole.text == greedy(checkpoint, PROMPT, 24)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.text
+    assert whole.finish_reason == chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_chat_streams_and_counts(server: Process) -> None:
+    messages = [{"role": "user", "content": "hello there"}]
+    with server.client() as client:
+        whole = client.chat.completions.create(model="base", messages=messages, max_tokens=8, temperature=0, n=2)
+        stream = client.chat.completions.create(
+            model="base",
+            messages=messages,
+            max_tokens=8,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert [choice.message.content for choice in whole.choices] == [text, text]
+    assert 2 * chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_a_client_that_leaves_frees_its_request(server: Process) -> None:
+    body = {"prompt": "hello", "max_tokens": 190, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+    # The engine answers between steps, so this ends as soon as the request does, long before its 190 tokens at worst.
+    for _ in range(1000):
+        if server.running() == 0:
+            break
+    assert server.running() == 0
+    with server.client() as client:
+        assert client.completions.create(model="base", prompt="hello", max_tokens=1).usage.completion_tokens == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_stop_cleanly_and_leave_no_process(checkpoint: Path, number: signal.Signals) -> None:
+    with serving(f"model.path={checkpoint}", "ranks=2", "max_model_len=200") as running:
+        members = family(running.process.pid)
+        assert len(members) >= 3, "the server and two ranks"
+        os.killpg(running.process.pid, number)  # as a terminal does
+        assert running.process.wait(STOP_TIMEOUT_S) == 0, running.lines
+        assert not any(map(alive, members))
+        assert not any("Traceback" in line for line in running.lines), running.lines
+
+
+def test_a_dead_rank_ends_the_server_with_an_error(checkpoint: Path) -> None:
+    with serving(f"model.path={checkpoint}", "ranks=2", "max_model_len=200") as running:
+        members = family(running.process.pid)
+        ranks = [pid for pid in members if b"splash.engine.worker" in cmdline(pid)]
+        assert len(ranks) == 2, list(map(cmdline, members))
+        os.kill(ranks[1], signal.SIGKILL)
+        with contextlib.suppress(httpx.HTTPError):  # an idle group may notice only when it is asked to work
+            httpx.post(f"{running.url}/v1/completions", json={"prompt": "hello"}, timeout=60)
+        assert running.process.wait(STOP_TIMEOUT_S) == 1, running.lines
+        assert any(line.startswith("splash: the engine died") for line in running.lines), running.lines
+        assert not any(map(alive, members))
+
+
+def cmdline(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+def failing(*options: str) -> str:
+    """The one line that a command prints when it refuses, with exit code 2."""
+    done = subprocess.run(command(*options), capture_output=True, text=True, timeout=START_TIMEOUT_S)
+    assert done.returncode == 2, done
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+def test_refusals_are_one_line(checkpoint: Path, tmp_path: Path) -> None:
+    assert failing(f"model.path={tmp_path}").startswith("splash: ")
+    assert "layout: unknown layout 'zig'" in failing(f"model.path={checkpoint}", "layout=zig")
+    assert "prot: unknown option; did you mean port?" in failing("prot=1")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"port: {port} is in use" in failing(f"model.path={checkpoint}", f"port={port}")

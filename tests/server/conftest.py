@@ -1,0 +1,196 @@
+"""A real HTTP server on a free port over an engine that follows a script instead of a model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+
+from splash.core.errors import SplashError, WorkerError
+from splash.core.request import TokenLogprob
+from splash.engine.outputs import GenerationRequest, RequestOutput
+from splash.engine.text import OutputText
+from splash.engine.tokenizer import Tokenizer
+from splash.server.app import create_app
+from splash.server.settings import ServerSettings
+
+SPECIALS = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|hang|>", "<|silent|>", "<|die|>")
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'tool' %}{{ raise_exception('tools are unknown here') }}{% endif %}"
+    "<|{{ message.role }}|>{{ message.content }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{{ opening | default('') }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Byte-level BPE, trained here."""
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=350,
+        special_tokens=[AddedToken(text, special=True, normalized=False) for text in SPECIALS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(["hello world, hello there, the quick brown fox"], trainer)
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": "<|end|>", "additional_special_tokens": list(SPECIALS), "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return Tokenizer.load(folder)
+
+
+@dataclass(frozen=True)
+class Stats:
+    """The load that the server reports."""
+
+    running: int
+    waiting: int
+
+
+@dataclass
+class ScriptedEngine:
+    """Has the interface of `AsyncEngine`. Output token i is prompt token i, over and over, up to max_tokens.
+
+    A prompt with <|hang|> brings one token and then nothing for ever, one with <|silent|> nothing at all, and one with
+    <|die|> kills the engine after a token.
+    """
+
+    tokenizer: Tokenizer
+    max_model_len: int = 512
+    layout: str = "tp"
+    ranks: int = 4
+    hardware: str = "cpu"
+    error: SplashError | None = None
+    requests: list[GenerationRequest] = field(default_factory=list)
+    live: set[str] = field(default_factory=set)
+    hanging: threading.Event = field(default_factory=threading.Event)
+    aborted: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        spec = SimpleNamespace(vocab_size=self.tokenizer.vocab_size + 10, num_heads=6)
+        self.model_config = SimpleNamespace(spec=spec, eos_token_ids=(0,))
+
+    def stats(self) -> Stats:
+        return Stats(running=len(self.live), waiting=0)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+        if self.error is not None:
+            raise self.error
+        self.requests.append(request)
+        self.live.add(request.id)
+        finished = False
+        try:
+            async for output in self._outputs(request):
+                await asyncio.sleep(0)
+                finished = output.finish_reason is not None
+                yield output
+        finally:
+            self.live.discard(request.id)
+            if not finished:
+                self.aborted.set()
+
+    async def _outputs(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+        params, prompt = request.params, request.prompt
+        hang, silent, die = map(self.tokenizer.backend.token_to_id, ("<|hang|>", "<|silent|>", "<|die|>"))
+        text = OutputText(self.tokenizer, prompt, params.stop)
+        for count in range(1, params.max_tokens + 1):
+            if silent in prompt or (count == 2 and hang in prompt):
+                self.hanging.set()
+                await asyncio.Event().wait()
+            if count == 2 and die in prompt:
+                self.error = WorkerError("rank 1 died", rank=1)
+                raise self.error
+            token = prompt[(count - 1) % len(prompt)]
+            piece, stop = text.push([token])
+            finish = "stop" if stop is not None else "length" if count == params.max_tokens else None
+            if finish == "length":
+                piece += text.finish()
+            scores: tuple[TokenLogprob, ...] = ()
+            if params.logprobs is not None:
+                top = tuple((token + i, -0.5 * (i + 1)) for i in range(params.logprobs))
+                scores = (TokenLogprob(token, -0.5, top),)
+            yield RequestOutput(request.id, (token,), piece, scores, finish, stop, len(prompt), count)
+            if finish is not None:
+                return
+
+
+class _Server(uvicorn.Server):
+    """Says when it listens."""
+
+    listening: threading.Event
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+
+@dataclass
+class Served:
+    """A running server and its clients. The fixture closes it."""
+
+    engine: ScriptedEngine
+    url: str
+    http: httpx.Client
+    client: openai.OpenAI
+    stop: Callable[[], None]
+
+
+@contextlib.contextmanager
+def serving(engine: ScriptedEngine, grace_s: int | None = None, **options: Any) -> Iterator[Served]:
+    """Serve an engine on a free port, on a thread of its own."""
+    loaded = options.pop("loaded", lambda: True)
+    api_key = options.get("api_key")
+    app = create_app(engine, ServerSettings("scripted", "1.2.3", **options), loaded)  # type: ignore[arg-type]
+    server = _Server(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=grace_s))
+    server.listening = threading.Event()
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive(), "the server did not stop"
+
+    assert server.listening.wait(20), "the server did not start"
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        with (
+            httpx.Client(base_url=url, timeout=20) as http,
+            openai.OpenAI(base_url=f"{url}/v1", api_key=api_key or "none", max_retries=0, timeout=20) as client,
+        ):
+            yield Served(engine, url, http, client, stop)
+    finally:
+        stop()
+
+
+@pytest.fixture
+def served(tokenizer: Tokenizer) -> Iterator[Served]:
+    """A server over a fresh scripted engine."""
+    with serving(ScriptedEngine(tokenizer)) as running:
+        yield running
+
+
+@pytest.fixture
+def serve(tokenizer: Tokenizer) -> Iterator[Callable[..., Served]]:
+    """Starts servers with options of `serving`."""
+    with contextlib.ExitStack() as stack:
+        yield lambda **options: stack.enter_context(serving(ScriptedEngine(tokenizer), **options))

@@ -1,0 +1,72 @@
+"""What the server tells about itself, clients that leave, and stopping under load."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+HANG = {"prompt": "<|hang|>", "max_tokens": 10}
+
+
+def test_models_and_state(served: Any) -> None:
+    models = served.client.models.list().data
+    assert [model.id for model in models] == ["scripted"]
+    assert served.client.models.retrieve("scripted").owned_by == "splash"
+    assert served.http.get("/v1/models/other/one").status_code == 404
+    assert served.http.get("/health").json() == {"status": "ok", "ready": True, "running": 0, "waiting": 0}
+    assert served.http.get("/ready").json() == {"status": "ready"}
+    assert served.http.get("/version").json() == {"version": "1.2.3"}
+    layout = served.http.get("/layout").json()
+    # 4 ranks do not divide 6 heads, so only the layouts with replicated projections could run.
+    assert layout == {"layout": "tp", "ranks": 4, "hardware": "cpu", "layouts": ["dp", "cp"]}
+    assert "/v1/completions" in served.http.get("/openapi.json").json()["paths"]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_client_that_leaves_a_stream_aborts_its_requests(served: Any, n: int) -> None:
+    with served.http.stream("POST", "/v1/completions", json={**HANG, "stream": True, "n": n, "echo": True}) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        assert served.engine.hanging.wait(10)
+        assert served.http.get("/health").json()["running"] >= 1
+    assert served.engine.aborted.wait(10)
+    until_idle(served)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_before_any_text_aborts_its_requests(served: Any, n: int, stream: bool) -> None:
+    with httpx.Client(base_url=served.url, timeout=0.5) as impatient, pytest.raises(httpx.ReadTimeout):
+        impatient.post("/v1/completions", json={**HANG, "prompt": "<|silent|>", "n": n, "stream": stream})
+    assert served.engine.aborted.wait(10)
+    until_idle(served)
+
+
+def until_idle(served: Any) -> None:
+    """Ask until nothing runs; the server answers each time, so this waits for no clock."""
+    for _ in range(1000):
+        if served.http.get("/health").json()["running"] == 0:
+            return
+    raise AssertionError(f"still running: {served.engine.live}")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stopping_ends_requests_after_their_grace(serve: Callable[..., Any], stream: bool) -> None:
+    served = serve(grace_s=1)
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        answers.append(httpx.post(f"{served.url}/v1/completions", json={**HANG, "stream": stream}, timeout=20))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert served.engine.hanging.wait(10)
+    served.stop()
+    asking.join(20)
+    assert "the server is shutting down" in answers[0].text
+    assert "[DONE]" not in answers[0].text
+    assert not served.engine.live
