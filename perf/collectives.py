@@ -2,8 +2,9 @@
 
     python -m perf.collectives [--ranks 2 4] [--iterations 300]
 
-Prints a table of medians in microseconds and one JSON line. The ceiling beside each figure is the time that one core takes
-to move the bytes that a rank must read and write, at the rate at which it copies a large buffer.
+Prints a table of medians in microseconds and one JSON line. The ceiling beside each figure is the time that the cores
+take to move the bytes that the ranks must read and write, at the rate at which one copies a buffer of that size again and
+again. It leaves out what waking and waiting cost, which is all there is to a small payload.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ def measure(ranks: int, collectives: str, iterations: int) -> dict[str, float]:
     host = CpuPlatform(collectives)
     handle = host.create_group(ranks, 1, ArenaGeometry(spec, kv_format(spec, "float32"), 16, 4, ranks, 64))
     group = json.dumps(dict(handle.info))
+    options = ["--iterations", str(iterations)]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "perf.collectives", "--rank", str(rank), "--group", group]
-            + ["--iterations", str(iterations)],
+            [sys.executable, "-m", "perf.collectives", *options, "--rank", str(rank), "--group", group],
             pass_fds=handle.fds,
             env={**os.environ, **host.rank_environment(ranks)},
             stdout=subprocess.PIPE,
@@ -97,18 +98,23 @@ def median_us(call: Callable[[], object], iterations: int) -> float:
     return round(statistics.median(times) * 1e6, 1)
 
 
-def copy_rate() -> float:
-    """Bytes a second that one core moves when it copies a large buffer, reads and writes counted."""
+def copy_rate(num_bytes: int) -> float:
+    """Bytes a second that one core moves when it copies a buffer of that size, reads and writes counted."""
     import torch
 
     torch.set_num_threads(1)
-    source = torch.ones(16 << 20)
+    source = torch.ones(num_bytes // 4)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / (median_us(lambda: target.copy_(source), 5) * 1e-6)
+
+    def copy_often() -> None:
+        for _ in range(100):
+            target.copy_(source)
+
+    return 2 * num_bytes * 100 / (median_us(copy_often, 5) * 1e-6)
 
 
 def bytes_moved(name: str, ranks: int) -> float:
-    """Bytes that a rank reads and writes at least: its input into the mailbox, and from the mailboxes what it must see."""
+    """Bytes that a rank reads and writes: its input into the mailbox, and what it must see out of the mailboxes."""
     operation, _, size = name.partition(" ")
     payload = int(size or 0)
     seen = {"all_reduce": ranks, "all_gather": ranks, "reduce_scatter": 1, "all_to_all": 1, "barrier": 0}[operation]
@@ -128,22 +134,23 @@ def main() -> None:
     if options.group:
         print(json.dumps(run_rank(int(options.rank), options.group, options.iterations)))
         return
-    rate = copy_rate()
+    rates = {num_bytes: copy_rate(num_bytes) for num_bytes in SIZES}
     cores = len(os.sched_getaffinity(0))
     record: dict[str, object] = {
         "benchmark": "collectives",
         "unit": "us",
         "cores": cores,
         "machine": platform.machine(),
-        "copy_gb_s": round(rate / 1e9, 1),
+        "copy_gb_s": {num_bytes: round(rate / 1e9, 1) for num_bytes, rate in rates.items()},
     }
-    print(f"{cores} cores, one copies {rate / 1e9:.1f} GB/s; medians in microseconds")
+    print(f"{cores} cores, one copies {rates[SIZES[-1]] / 1e9:.1f} GB/s; medians in microseconds")
     for ranks in options.ranks:
         figures = {collectives: measure(ranks, collectives, options.iterations) for collectives in COLLECTIVES}
         record[f"{ranks} ranks"] = figures
         print(f"\n{ranks} ranks{'':18}{'ceiling':>10}{'shm':>10}{'gloo':>10}")
         for name in sorted(figures["shm"], key=lambda name: (OPERATIONS.index(name.split()[0]), len(name), name)):
             # With more ranks than cores the ranks take turns.
+            rate = rates[int(name.partition(" ")[2] or SIZES[0])]
             ceiling = bytes_moved(name, ranks) / rate * 1e6 * max(1.0, ranks / cores)
             print(f"{name:25}{ceiling:10.1f}{figures['shm'][name]:10.1f}{figures['gloo'][name]:10.1f}")
     print(json.dumps(record))

@@ -105,7 +105,7 @@ def test_against_the_reference(heads: int, value_dim: int, rotary_dim: int, page
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_parts_of_position_sharded_history_merge_to_the_whole(page_size: int) -> None:
-    """Every rank's partial result matches the reference on its pages, empty parts included, and they merge to the whole."""
+    """Every rank's part matches the reference on its pages, empty parts included, and they merge to the whole."""
     ranks, value_dim = 3, 64
     for sequences in (DECODE, PREFILL):
         cache = Cache(sequences, page_size, value_dim + 16, True, torch.float32)

@@ -110,7 +110,7 @@ def their_experts(num_experts: int, top_k: int, hidden: int, width: int) -> torc
         hidden_size=hidden, moe_intermediate_size=width, n_routed_experts=num_experts, num_experts_per_tok=top_k
     )
     config._experts_implementation = "eager"
-    experts = hf.DeepseekV3NaiveMoe(config)
+    experts = hf.DeepseekV3Experts(config)
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     return experts

@@ -130,7 +130,6 @@ class ShmCommunicator(Communicator):
         num = flat.numel()
         width = math.prod(x.shape[1:])
         out = x.new_empty((sum(receive), *x.shape[1:]))
-        out_flat = out.view(-1)
         chunk = MAILBOX_BYTES // x.itemsize
         signature = _signature(_ALL_TO_ALL, x.dtype, width)
 
@@ -144,15 +143,15 @@ class ShmCommunicator(Communicator):
         self._fill(flat, 0, min(num, chunk))
         parity = self._round(signature, num)
 
-        segments = []  # (peer, start and stop in the peer's stream, start in mine)
-        position, longest = 0, num
-        for peer, count in enumerate(receive):
+        segments = []  # (peer, where its rows go, their start and stop in all that the peer sends)
+        longest = num
+        targets = out.view(-1).split([count * width for count in receive])
+        for peer, (count, target) in enumerate(zip(receive, targets, strict=True)):
             table = self._table(peer, parity)
             start, stop = self._control[table + self.rank], self._control[table + self.rank + 1]
             if stop - start != count * width:
                 raise self._disagreement(_ALL_TO_ALL, peer, f"sends {stop - start}", f"expects {count * width}")
-            segments.append((peer, start, stop, position))
-            position += stop - start
+            segments.append((peer, target, start, stop))
             if peer != self.rank:
                 longest = max(longest, self._control[peer * _LINE_WORDS + offset + 1])
 
@@ -160,11 +159,12 @@ class ShmCommunicator(Communicator):
             if window:
                 self._fill(flat, window, min(num, window + chunk))
                 parity = self._round(signature, num)
-            for peer, start, stop, position in segments:
+            boxes = self._boxes_of(parity, x.dtype, chunk)[1]
+            for peer, target, start, stop in segments:
                 low, high = max(start, window), min(stop, window + chunk)
                 if low < high:
-                    target = out_flat[position + low - start : position + high - start]
-                    target.copy_(self._boxes_of(parity, x.dtype, chunk)[1][peer][low - window : high - window])
+                    part = target if high - low == stop - start else target[low - start : high - start]
+                    part.copy_(boxes[peer][low - window : high - window])
         return out
 
     def close(self) -> None:
@@ -201,8 +201,9 @@ class ShmCommunicator(Communicator):
             if uniform:
                 size = min(longest - window, chunk)
                 if size > 0:
-                    boxes, _ = self._boxes_of(parity, flat.dtype, size)
-                    out.view(self.size, longest)[:, window : window + size].copy_(boxes)
+                    rows = out.view(self.size, longest)
+                    part = rows if size == longest else rows[:, window : window + size]
+                    part.copy_(self._boxes_of(parity, flat.dtype, size)[0])
                 continue
             position = 0
             for rank, num in enumerate(nums):
@@ -230,8 +231,9 @@ class ShmCommunicator(Communicator):
                         raise self._disagreement(operation, peer, theirs, f"expects it to keep {nums[peer]}")
             low, high = max(begin, window), min(begin + own, window + chunk)
             if low < high:
-                _, boxes = self._boxes_of(parity, flat.dtype, min(num - window, chunk))
-                _sum([box[low - window : high - window] for box in boxes], out[low - begin : high - begin])
+                boxes, _ = self._boxes_of(parity, flat.dtype, min(num - window, chunk))
+                part = out if high - low == own else out[low - begin : high - begin]
+                _sum(boxes[:, low - window : high - window].unbind(0), part)
         return out
 
     def _boxes_of(self, parity: int, dtype: torch.dtype, num: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -251,7 +253,8 @@ class ShmCommunicator(Communicator):
     def _fill(self, flat: torch.Tensor, start: int, stop: int) -> None:
         """Copy elements `start` to `stop` into this rank's mailbox of the coming round."""
         if start < stop:
-            self._boxes_of(self._next & 1, flat.dtype, stop - start)[1][self.rank].copy_(flat[start:stop])
+            part = flat if stop - start == flat.numel() else flat[start:stop]
+            self._boxes_of(self._next & 1, flat.dtype, stop - start)[1][self.rank].copy_(part)
 
     def _descriptor(self) -> int:
         """Offset in a control line of the coming round's descriptor."""
