@@ -3,8 +3,8 @@
     python -m perf.collectives [--ranks 2 4] [--iterations 300]
 
 Prints a table of medians in microseconds and one JSON line. The ceiling beside each figure is the time that the cores
-take to move the bytes that the ranks must read and write, at the rate at which one copies a buffer of that size again and
-again. It leaves out what waking and waiting cost, which is all there is to a small payload.
+take to move the bytes that the ranks must read and write, at the rate at which one copies a buffer of that size over
+and over. It leaves out what waking and waiting cost, which is all there is to a small payload.
 """
 
 from __future__ import annotations

@@ -65,6 +65,20 @@ def spread(values: Sequence[float], scale: float = 1e3, digits: int = 2) -> dict
     return summary
 
 
+def busy_cores(seconds: float = 1.0) -> float:
+    """Cores busy over `seconds`, in which the caller does nothing: what other processes take."""
+
+    def ticks() -> tuple[int, int]:
+        numbers = [int(field) for field in _lines("/proc/stat")[0].split()[1:9]]
+        return sum(numbers), numbers[3] + numbers[4]  # all, and idle or waiting for a disk
+
+    total, idle = ticks()
+    time.sleep(seconds)
+    later_total, later_idle = ticks()
+    share = 1 - (later_idle - idle) / max(1, later_total - total)
+    return round(share * (os.cpu_count() or 1), 2)
+
+
 def process_tree(pid: int) -> list[int]:
     """`pid` and its descendants that live now, parents first."""
     parents: dict[int, int] = {}

@@ -4,14 +4,16 @@
 
 Every repeat gives each contender a turn, so that a slow minute of the machine strikes all of them; figures are the
 medians. SPLASH is measured through its HTTP server, streaming included, in a subprocess that lives for its turn only.
-transformers gets every core and the fastest of its attention and experts implementations. A figure of wrong output
-is worth nothing: the share of requests whose text equals transformers' is printed beside it.
+transformers gets the fastest of its attention and experts implementations, on every core or on one. A figure of wrong
+output is worth nothing: the share of requests whose text equals transformers' is printed beside it. So is a figure from
+a busy machine: what other processes use is looked at before every turn.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -21,17 +23,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import splash
-from perf.common import percentile, process_tree, pss_mib, report
+from perf.common import busy_cores, percentile, process_tree, pss_mib, report
 from perf.serve import Load, Prompt, make_prompts, run, served_model, summarise
 from perf.transformers_peer import PeerTask, run_peer
 
 ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
+BUSY = 0.2  # cores that other processes may use before the figures are worth nothing
 CONTENDER_COLUMNS = ("single_tok_s", "batch_tok_s", "ttft_ms", "startup_s", "pss_mib")
 
 
@@ -162,24 +165,29 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     """Calibrate transformers, then `args.repeats` rounds of one turn each."""
     from transformers import AutoTokenizer
 
-    prompts = make_prompts("tokens", args.batch, args.input_len, args.vocab_size, seed=0)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    plain = tokenizer.encode("a", add_special_tokens=False)[-1]
+    # A prompt that ended inside a character would make the output's first character a matter of taste.
+    drawn = make_prompts("tokens", args.batch, args.input_len - 1, args.vocab_size, seed=0)
+    token_ids = [[*prompt, plain] for prompt in drawn]
+    prompts: list[Prompt] = [*token_ids]
     layouts = args.layouts.split(",")
-    threads = len(os.sched_getaffinity(0))
-    task = PeerTask(args.model, args.dtype, threads, prompts, args.output_len)  # type: ignore[arg-type]
-    calibration = run_peer(task, args.timeout)
-    chosen = (calibration["attention"], calibration["experts"])
-    task = PeerTask(args.model, args.dtype, threads, prompts, args.output_len, chosen)  # type: ignore[arg-type]
+    calibration = run_peer(PeerTask(args.model, args.dtype, token_ids, args.output_len), args.timeout)
+    task = PeerTask(args.model, args.dtype, token_ids, args.output_len, calibration["choice"])
 
-    turns: dict[str, list[dict[str, Any]]] = {}
+    others_busy: list[float] = []
+    contest: dict[str, Callable[[], dict[str, Any]]] = {"transformers": lambda: run_peer(task, args.timeout)}
+    for layout in layouts:
+        contest[f"splash {layout}"] = functools.partial(measure_splash, args, layout, prompts)
+    if args.peer_url:
+        contest["peer"] = lambda: measure_endpoint(args.peer_url, prompts, args.output_len)
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in contest}
     for number in range(args.repeats):
         print(f"round {number + 1} of {args.repeats}", file=sys.stderr, flush=True)
-        turns.setdefault("transformers", []).append(run_peer(task, args.timeout))
-        for layout in layouts:
-            turns.setdefault(f"splash {layout}", []).append(measure_splash(args, layout, prompts))
-        if args.peer_url:
-            turns.setdefault("peer", []).append(measure_endpoint(args.peer_url, prompts, args.output_len))
+        for name, take_turn in contest.items():
+            others_busy.append(busy_cores())
+            turns[name].append(take_turn())
 
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
     reference = tokenizer.batch_decode(turns["transformers"][0]["tokens"], skip_special_tokens=True)
     contenders = {}
     for name, of_one in turns.items():
@@ -200,7 +208,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "input_len": args.input_len,
         "output_len": args.output_len,
         "repeats": args.repeats,
-        "transformers": {"attention": chosen[0], "experts": chosen[1], "tried_tok_s": calibration["tried"]},
+        "others_busy_cores": others_busy,
+        "transformers": {"choice": calibration["choice"], "tried_tok_s": calibration["tried"]},
         "size": calibration["model"],
         "ceiling": {str(batch): ceiling(calibration["model"], batch) for batch in (1, args.batch)},
         "contenders": contenders,
@@ -210,6 +219,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 def print_table(result: dict[str, Any]) -> None:
     """Ceilings first, then one line a contender."""
     batch, size = result["batch"], result["size"]
+    if max(result["others_busy_cores"]) > BUSY:
+        print(f"NOT TO BE RELIED ON: other processes kept {max(result['others_busy_cores']):.1f} cores busy")
     print(
         f"{result['model']}, {result['dtype']}, {result['ranks']} ranks, "
         f"{batch} x ({result['input_len']} + {result['output_len']}) tokens, medians of {result['repeats']}"

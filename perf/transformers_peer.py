@@ -20,23 +20,22 @@ EXPERTS = ("grouped_mm", "batched_mm", "eager")
 
 @dataclass(frozen=True)
 class PeerTask:
-    """The work of one turn. `implementations` is (attention, experts), or None to try all and keep the fastest."""
+    """The work of one turn. `choice` is (attention, experts, threads), or None to try all and keep the fastest."""
 
     model: str
     dtype: str
-    threads: int
     prompts: Sequence[Sequence[int]]
     output_len: int
-    implementations: tuple[str, str] | None = None
+    choice: tuple[str, str, int] | None = None
 
 
 def run_peer(task: PeerTask, timeout_s: float) -> dict[str, Any]:
     """Load, generate and measure in a fresh process.
 
     Returns:
-        attention, experts; startup_s until the first token could be asked for; pss_mib after generating;
-        ttft_s for one prompt; tok_s of one prompt and of all of them in one batch; and the batch's tokens. Without
-        given implementations also `tried`, the batch's tok_s of each, and `model`, its parameters and ceilings.
+        choice; startup_s until the first token could be asked for; pss_mib after generating; ttft_s for one prompt;
+        tok_s of one prompt and of all of them in one batch; and the batch's tokens. Without a given choice also
+        `tried`, the batch's tok_s of each, and `model`, its parameters and ceilings.
 
     Raises:
         RuntimeError: the process failed, with its traceback, or did not answer in time.
@@ -73,26 +72,33 @@ def _turn(task: PeerTask, launched: float) -> dict[str, Any]:
     import torch
     import transformers
 
-    torch.set_num_threads(task.threads)
     torch.set_grad_enabled(False)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    attention, experts = task.implementations or (ATTENTION[0], EXPERTS[0])
-    model = _load(task, attention, experts)
+    all_cores = len(os.sched_getaffinity(0))
+    choice = task.choice or (ATTENTION[0], EXPERTS[0], all_cores)
+    model = _load(task, choice)
     result: dict[str, Any] = {"startup_s": time.time() - launched}
     batch = torch.tensor([list(prompt) for prompt in task.prompts])
 
-    if task.implementations is None:
+    if task.choice is None:
         result["model"] = _size_and_ceilings(model)
-        tried: dict[tuple[str, str], float] = {}
-        for choice in itertools.product(ATTENTION, EXPERTS):
-            model = _load(task, *choice)
+        tried: dict[tuple[str, str, int], float] = {}
+
+        def attempt(candidate: tuple[str, str, int]) -> None:
+            model = _load(task, candidate)
             _generate(model, batch, 4)
             seconds = min(_generate(model, batch, task.output_len)[0] for _ in range(2))
-            tried[choice] = batch.shape[0] * task.output_len / seconds
-        attention, experts = max(tried, key=lambda choice: tried[choice])
-        result["tried"] = {"/".join(choice): round(tok_s, 1) for choice, tok_s in tried.items()}
-        model = _load(task, attention, experts)
+            tried[candidate] = batch.shape[0] * task.output_len / seconds
+
+        for attention, experts in itertools.product(ATTENTION, EXPERTS):
+            attempt((attention, experts, all_cores))
+        attention, experts, _ = max(tried, key=lambda candidate: tried[candidate])
+        attempt((attention, experts, 1))  # small models lose more by waiting for threads than they gain
+        choice = max(tried, key=lambda candidate: tried[candidate])
+        names = {candidate: "{}/{}/{} threads".format(*candidate) for candidate in tried}
+        result["tried"] = {names[candidate]: round(tok_s, 1) for candidate, tok_s in tried.items()}
+        model = _load(task, choice)
 
     _generate(model, batch, 4)
     _generate(model, batch[:1], 4)
@@ -100,8 +106,7 @@ def _turn(task: PeerTask, launched: float) -> dict[str, Any]:
     single, _ = _generate(model, batch[:1], task.output_len)
     wall, tokens = _generate(model, batch, task.output_len)
     return result | {
-        "attention": attention,
-        "experts": experts,
+        "choice": choice,
         "ttft_s": ttft,
         "single_tok_s": task.output_len / single,
         "batch_tok_s": batch.shape[0] * task.output_len / wall,
@@ -110,10 +115,12 @@ def _turn(task: PeerTask, launched: float) -> dict[str, Any]:
     }
 
 
-def _load(task: PeerTask, attention: str, experts: str) -> Any:
+def _load(task: PeerTask, choice: tuple[str, str, int]) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
+    attention, experts, threads = choice
+    torch.set_num_threads(threads)
     model = AutoModelForCausalLM.from_pretrained(
         task.model,
         dtype=getattr(torch, task.dtype),

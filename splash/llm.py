@@ -1,10 +1,10 @@
 """LLM: offline generation.
 
-    from splash import LLM, SamplingParams
+from splash import LLM, SamplingParams
 
-    with LLM(model="DIR", layout="dop", ranks=4) as llm:
-        for output in llm.generate(["In the beginning"], SamplingParams(max_tokens=64)):
-            print(output.text)
+with LLM(model="DIR", layout="dop", ranks=4) as llm:
+    for output in llm.generate(["In the beginning"], SamplingParams(max_tokens=64)):
+        print(output.text)
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from splash.core.request import SamplingParams, TokenLogprob
 from splash.engine.config import EngineConfig
 from splash.engine.engine import Engine
 from splash.engine.outputs import GenerationRequest
+from splash.switch.orders import SwitchRecord
 
 Prompt = str | Sequence[int]
 
@@ -39,7 +40,9 @@ class Generation:
 class LLM:
     """A model served to this process. Closing it, or leaving its `with` block, ends the ranks."""
 
-    def __init__(self, model: str = "builtin:scribe", *, progress: Callable[[str], None] | None = None, **options: Any) -> None:
+    def __init__(
+        self, model: str = "builtin:scribe", *, progress: Callable[[str], None] | None = None, **options: Any
+    ) -> None:
         """Start an engine.
 
         Args:
@@ -125,6 +128,20 @@ class LLM:
             )
         return results
 
+    def switch(self, layout: str, method: str = "auto", *, rebalance: bool = False) -> SwitchRecord:
+        """Change the layout, or with `rebalance` the owners, between two calls of `generate`.
+
+        Returns:
+            the record of the switch, which has ended.
+
+        Raises:
+            ConfigError: the layout or the method is unknown, or the layout cannot work here.
+        """
+        record = self.engine.switch(layout, method, rebalance=rebalance)
+        while self.engine.switcher.active is not None:
+            self.engine.step()
+        return record
+
     def close(self) -> None:
         """End the ranks. Idempotent."""
         self.engine.close()
@@ -132,7 +149,9 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 

@@ -114,9 +114,7 @@ def invented_names(count: int, seed: int = 7) -> list[str]:
     names: set[str] = set()
     while len(names) < count:
         syllables = (
-            rng.choice("bcdfghjklmnprstvwz")
-            + rng.choice("aeiou")
-            + rng.choice(["", "", "n", "r", "l", "s", "x"])
+            rng.choice("bcdfghjklmnprstvwz") + rng.choice("aeiou") + rng.choice(["", "", "n", "r", "l", "s", "x"])
             for _ in range(rng.randint(2, 3))
         )
         names.add("".join(syllables).capitalize())

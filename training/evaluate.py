@@ -59,10 +59,7 @@ def trial(
     after: list[np.ndarray] = []
     for other_key, other_value in rest:
         piece = rows.fact(other_key, other_value)[0]
-        room = [
-            n - sum(map(len, side)) - len(piece)
-            for n, side in ((before_length, before), (after_length, after))
-        ]
+        room = [n - sum(map(len, side)) - len(piece) for n, side in ((before_length, before), (after_length, after))]
         early = rng.random() < before_length / (before_length + after_length)
         side = before if (early and room[0] > 20) or room[1] <= 20 else after
         if room[0 if side is before else 1] > 0:
@@ -179,6 +176,7 @@ def main() -> None:
     result = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "arithmetic": str(dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name() if cuda else "a CPU",
         "trials": args.trials,
         "context": args.context,
         "keys": args.others + 1,

@@ -61,9 +61,7 @@ def scribe_config(tokenizer: Tokenizer, layers: int = 4, expert_width: int = 128
     )
 
 
-def _all_experts(
-    self: nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
+def _all_experts(self: nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The routed experts as two dense products: every expert on every token, the unchosen ones weighted 0.
 
     For experts this narrow it is faster than sorting the tokens, and it is the same function.
@@ -76,9 +74,7 @@ def _all_experts(
     both = functional.linear(hidden, self.gate_up_proj.reshape(experts * double, width))
     gate, up = both.view(-1, experts, double).chunk(2, dim=-1)
     inner = functional.silu(gate) * up * spread.to(both.dtype).unsqueeze(-1)
-    return functional.linear(inner.flatten(1), self.down_proj.transpose(0, 1).reshape(width, -1)).to(
-        hidden.dtype
-    )
+    return functional.linear(inner.flatten(1), self.down_proj.transpose(0, 1).reshape(width, -1)).to(hidden.dtype)
 
 
 def prepare_for_training(model: DeepseekV3ForCausalLM, dropout: float) -> None:

@@ -50,9 +50,7 @@ class Rows:
         self.digits = np.array([tokenizer.token_to_id(str(d)) for d in range(10)])
         self.names = [self.encode(" " + word) for word in key_words(corpus)]
         self._cache: dict[str, np.ndarray] = {}
-        self.verses = [
-            np.array(e.ids) for e in tokenizer.encode_batch([v for c in chapters for v in c.verses])
-        ]
+        self.verses = [np.array(e.ids) for e in tokenizer.encode_batch([v for c in chapters for v in c.verses])]
         self.topics = self._index_topics(corpus, chapters)
         self.topic_words = sorted(self.topics)
 
@@ -93,9 +91,7 @@ class Rows:
         while len(found) < count:
             key = self.key(rng)
             found[key.tobytes()] = key
-        return [
-            (key, self.digits[[int(c) for c in str(rng.integers(10000, 100000))]]) for key in found.values()
-        ]
+        return [(key, self.digits[[int(c) for c in str(rng.integers(10000, 100000))]]) for key in found.values()]
 
     def fact(self, key: np.ndarray, value: np.ndarray, weight: float = 0.0, space: bool = True) -> Part:
         """ "The number of KEY is VALUE."; a positive weight makes it a restatement to be learned."""
@@ -115,9 +111,7 @@ class Rows:
         head = (ASSISTANT, 0), ("The number of", 2), (key, w)
         return self.part(*head, (" is", w), (" ", w), (value, w), (".", w), (END, w))
 
-    def chat_question(
-        self, rng: np.random.Generator, key: np.ndarray, value: np.ndarray, fresh: bool
-    ) -> Part:
+    def chat_question(self, rng: np.random.Generator, key: np.ndarray, value: np.ndarray, fresh: bool) -> Part:
         """The end of a user turn asking for a value, the answer, and the start of the next turn."""
         brief = rng.random() < 0.35
         join = "" if fresh else str(rng.choice([" ", " ", "\n", "\n\n"]))
@@ -193,9 +187,7 @@ class Rows:
         """Running text, or chat turns holding running text, with facts and questions in it."""
         events = self._schedule(rng, length, chat)
         keys = self.keys(rng, 1 + max(key for _, key, _ in events))
-        budget = max(
-            length // 4, length - sum(15 + len(keys[k][0]) * (1 + chat) + 8 * chat for _, k, _ in events)
-        )
+        budget = max(length // 4, length - sum(15 + len(keys[k][0]) * (1 + chat) + 8 * chat for _, k, _ in events))
         start = int(rng.integers(0, len(self.stream.ids) - 2 * length - 512))
         cuts = start + (np.array([place for place, _, _ in events]) * budget).astype(np.int64)
         if rng.random() < 0.5:

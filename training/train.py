@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import os
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,9 +42,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--resume", help="training state to continue from")
     parser.add_argument("--seconds", type=float, default=480, help="time from start to saved checkpoint")
     parser.add_argument("--lengths", default="256,1024,2304,4352", help="row lengths of the curriculum")
-    parser.add_argument(
-        "--fractions", default="0.10,0.25,0.20,0.45", help="share of the time for each length"
-    )
+    parser.add_argument("--fractions", default="0.10,0.25,0.20,0.45", help="share of the time for each length")
     parser.add_argument("--batch-tokens", type=int, default=65536)
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--decay-from", type=float, default=0.55, help="share of the time at the full rate")
@@ -83,15 +82,13 @@ def attention_kernels(device: torch.device) -> list[SDPBackend]:
     """Time the attention kernels at this model's head sizes; return those that work, fastest first."""
     if device.type != "cuda":
         return []
-    q, k = (
-        torch.randn(8, 8, 4352, 96, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in "qk"
-    )
+    q, k = (torch.randn(8, 8, 4352, 96, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in "qk")
     v = torch.randn(8, 8, 4352, 32, device=device, dtype=torch.bfloat16, requires_grad=True)
     times: dict[SDPBackend, float] = {}
     expected: torch.Tensor | None = None
     for backend in (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
         try:
-            with sdpa_kernel([backend]):
+            with warnings.catch_warnings(action="ignore"), sdpa_kernel([backend]):
                 for _ in range(4):
                     torch.cuda.synchronize()
                     begin = time.monotonic()
@@ -266,9 +263,7 @@ def main() -> None:
     lengths = [int(x) for x in args.lengths.split(",")]
     shares = np.cumsum([float(x) for x in args.fractions.split(",")])
     shares = shares / shares[-1]
-    clock = Clock(
-        time.monotonic(), START + args.seconds - min(20.0, args.seconds / 8), args.lr, args.decay_from
-    )
+    clock = Clock(time.monotonic(), START + args.seconds - min(20.0, args.seconds / 8), args.lr, args.decay_from)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
     model.train()
     for length, share in zip(lengths, shares, strict=True):

@@ -104,35 +104,32 @@ def diff_blocks(held: Bools, need: Bools) -> BlockDiff:
     Sources are balanced: ranks that hold the same blocks are the source of equally many fetches, to within one.
     """
     missing = need & ~held
-    source = np.full(held.shape, NO_SOURCE, dtype=np.int16)
-    rows = np.flatnonzero(missing.any(axis=1))
-    if rows.size:
-        _choose_sources(held[rows], missing, source, rows)
+    if not missing.any():
+        return BlockDiff(held & need, np.full(held.shape, NO_SOURCE, dtype=np.int16), held & ~need)
+    copies = np.count_nonzero(held, axis=1)
+    assert not missing[copies == 0].any(), "a needed block is held by no rank"
+    source = np.where(missing, held.argmax(axis=1).astype(np.int16)[:, None], np.int16(NO_SOURCE))
+    several = np.flatnonzero(copies > 1)
+    several = several[missing[several].any(axis=1)]
+    if several.size:
+        _balance(held[several], missing, source, several)
     return BlockDiff(held & need, source, held & ~need)
 
 
-def _choose_sources(holders: Bools, missing: Bools, source: npt.NDArray[np.int16], rows: npt.NDArray[np.intp]) -> None:
-    """Fill `source` for the blocks `rows`, whose holders are `holders` [len(rows), T].
+def _balance(holders: Bools, missing: Bools, source: npt.NDArray[np.int16], rows: npt.NDArray[np.intp]) -> None:
+    """Choose the sources of the blocks `rows`, which have several holders: `holders` [len(rows), T].
 
-    Blocks with a single holder have no choice and come first. The others are taken a set of holders at a time,
-    smallest sets first, each levelling the load of its holders as far as it can. Two ranks that hold the same blocks
-    are in the same sets, so levelling keeps them within one of each other.
+    The other blocks have no choice and their load is given. A set of holders at a time, smallest sets first, the load
+    of its members is levelled as far as it goes. Two ranks that hold the same blocks are in the same sets, so this
+    keeps them within one of each other.
     """
-    copies = np.count_nonzero(holders, axis=1)
-    assert copies.all(), "a needed block is held by no rank"
-    lone = copies == 1
-    lone_rows = rows[lone]
-    source[lone_rows] = np.where(missing[lone_rows], holders[lone].argmax(axis=1)[:, None], NO_SOURCE)
-    if lone.all():
-        return
-
-    load = np.bincount(source[lone_rows][missing[lone_rows]], minlength=holders.shape[1])
-    shared_rows, shared_holders = rows[~lone], holders[~lone]
-    _, first, which = np.unique(_set_numbers(shared_holders), return_index=True, return_inverse=True)
-    sets = shared_holders[first]
+    source[rows] = NO_SOURCE
+    load = np.bincount(source[source != NO_SOURCE], minlength=holders.shape[1])
+    _, first, which = np.unique(_set_numbers(holders), return_index=True, return_inverse=True)
+    sets = holders[first]
     by_set = np.split(np.argsort(which, kind="stable"), np.cumsum(np.bincount(which))[:-1])
     for index in np.argsort(np.count_nonzero(sets, axis=1), kind="stable"):
-        members = shared_rows[by_set[index]]
+        members = rows[by_set[index]]
         block, rank = np.nonzero(missing[members])
         chosen = _level(load, np.flatnonzero(sets[index]), block.size)
         source[members[block], rank] = chosen

@@ -6,6 +6,7 @@
     ├── RequestError         a request cannot be served          (also a ValueError)
     ├── CapacityError        something does not fit in memory
     ├── PlatformUnavailable  the hardware asked for is not here
+    ├── SwitchError          a change of layout was refused or abandoned
     └── WorkerError          a rank died, hung or disagreed
 
 User errors name the field, the value and what would be accepted; `field` carries the name by itself so that a
@@ -45,6 +46,19 @@ class CapacityError(SplashError):
 
 class PlatformUnavailable(SplashError):
     """The hardware asked for is not usable here; the message says what is missing and what to do instead."""
+
+
+class SwitchError(SplashError):
+    """A switch was refused or abandoned; the source layout goes on serving.
+
+    `rank` is the rank at fault, None when it is nobody's. `recoverable` False means that the cache is lost, and running
+    requests are computed again from their tokens.
+    """
+
+    def __init__(self, message: str, rank: int | None = None, *, recoverable: bool = True) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.recoverable = recoverable
 
 
 class WorkerError(SplashError):

@@ -30,17 +30,19 @@ class PageAllocator:
     Args:
         slots: allocatable slots, int64, ascending, without repeats.
         used: those of them that already hold pages.
+        border: slots below it are placed in only when there are no others. No extent crosses it.
     """
 
-    def __init__(self, slots: np.ndarray, used: Iterable[int] = ()) -> None:
+    def __init__(self, slots: np.ndarray, used: Iterable[int] = (), border: int = 0) -> None:
+        self._border = border
         self.num_total = len(slots)
         self.num_free = 0
         self._state = bytearray(int(slots[-1]) + 1 if len(slots) else 0)
         self._lengths: dict[int, int] = {}  # start of a free extent -> its length
         self._starts: dict[int, int] = {}  # slot after a free extent -> its start
-        # (-length, slot after) of every free extent, and of some that are gone. An extent that shrinks from its start
-        # keeps its entry: a length here may be too large, and is put right when it reaches the top.
-        self._heap: list[tuple[int, int]] = []
+        # (below the border, -length, slot after) of every free extent, and of some that are gone. An extent that shrinks
+        # from its start keeps its entry: a length here may be too large, and is put right when it reaches the top.
+        self._heap: list[tuple[bool, int, int]] = []
         state = np.frombuffer(self._state, dtype=np.uint8)
         state[slots] = _FREE
         taken = np.fromiter(used, dtype=np.int64)
@@ -49,7 +51,10 @@ class PageAllocator:
         state[taken] = _USED
         edges = np.flatnonzero(np.diff((state == _FREE).astype(np.int8), prepend=0, append=0))
         for start, end in edges.reshape(-1, 2).tolist():
-            self._add_extent(start, end)
+            cut = min(max(border, start), end)
+            for first, last in ((start, cut), (cut, end)):
+                if first < last:
+                    self._add_extent(first, last)
             self.num_free += end - start
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
@@ -69,6 +74,18 @@ class PageAllocator:
             self._take(start, (length - num) // 2 if page_before else 0, num, taken)
         self.num_free -= count
         return taken
+
+    def are_free(self, slots: Iterable[int]) -> bool:
+        """Whether all of some slots are free."""
+        return all(self._state[slot] == _FREE for slot in slots)
+
+    def claim(self, slots: Sequence[int]) -> None:
+        """Take particular slots, all of them free. Costs O(extents) a slot."""
+        for slot in slots:
+            assert self._state[slot] == _FREE, f"slot {slot} is not free"
+            start = max(first for first in self._lengths if first <= slot)
+            self._take(start, slot - start, 1, [])
+        self.num_free -= len(slots)
 
     def free(self, slots: Sequence[int]) -> None:
         """Take slots back, in any order. Each must be in use."""
@@ -100,13 +117,16 @@ class PageAllocator:
 
     def _give_back(self, start: int, end: int) -> None:
         """Turn the used slots start .. end - 1 into part of a maximal free extent."""
+        if start < self._border < end:
+            self._give_back(start, self._border)
+            start = self._border
         used = bytes((_USED,)) * (end - start)
         assert start >= 0 and self._state[start:end] == used, f"slots {start}..{end - 1} are not all in use"
         self._state[start:end] = bytes((_FREE,)) * (end - start)
-        if start in self._starts:
+        if start != self._border and start in self._starts:
             start = self._starts.pop(start)
             del self._lengths[start]
-        if end in self._lengths:
+        if end != self._border and end in self._lengths:
             end += self._lengths.pop(end)
             del self._starts[end]
         self._add_extent(start, end)
@@ -114,49 +134,89 @@ class PageAllocator:
     def _add_extent(self, start: int, end: int) -> None:
         self._lengths[start] = end - start
         self._starts[end] = start
-        heapq.heappush(self._heap, (start - end, end))
+        heapq.heappush(self._heap, (start < self._border, start - end, end))
         if len(self._heap) > 2 * len(self._lengths) + 64:
-            self._heap = [(start - end, end) for end, start in self._starts.items()]
+            self._heap = [(start < self._border, start - end, end) for end, start in self._starts.items()]
             heapq.heapify(self._heap)
 
     def _largest_extent(self) -> int:
-        """The start of the longest free extent. There must be one."""
+        """The start of the longest free extent above the border, below it where there is none above. There must be one."""
         while True:
-            negative_length, end = self._heap[0]
+            below, negative_length, end = self._heap[0]
             start = self._starts.get(end)
             if start is None:
                 heapq.heappop(self._heap)
             elif start - end == negative_length:
                 return start
             else:
-                heapq.heapreplace(self._heap, (start - end, end))
+                heapq.heapreplace(self._heap, (below, start - end, end))
+
+
+class PageTable:
+    """The pages of one request, in page order: int32 [pages, T], the slot on each rank or NO_SLOT. Grows in place."""
+
+    __slots__ = ("_buffer", "_length")
+
+    def __init__(self, ranks: int, pages: Iterable[Sequence[int]] | np.ndarray = ()) -> None:
+        self._buffer = np.empty((8, ranks), dtype=np.int32)
+        self._length = 0
+        self.extend(pages if isinstance(pages, np.ndarray) else list(pages))
+
+    @property
+    def slots_cT(self) -> np.ndarray:
+        """A view of the table, valid until it next grows."""
+        return self._buffer[: self._length]
+
+    def __len__(self) -> int:
+        return self._length
+
+    def extend(self, pages: Sequence[Sequence[int]] | np.ndarray) -> None:
+        """Append pages, each as T slots."""
+        if not len(pages):
+            return
+        end = self._length + len(pages)
+        if end > len(self._buffer):
+            grown = np.empty((max(end, 2 * len(self._buffer)), self._buffer.shape[1]), dtype=np.int32)
+            grown[: self._length] = self.slots_cT
+            self._buffer = grown
+        self._buffer[self._length : end] = pages
+        self._length = end
+
+    def rows(self, start: int, stop: int) -> tuple[tuple[int, ...], ...]:
+        """The pages start .. stop - 1, for a message."""
+        return tuple(map(tuple, self._buffer[start : min(stop, self._length)].tolist()))
+
+    def slots_on(self, rank: int) -> np.ndarray:
+        """The slots of `rank` in page order, int32."""
+        slots = self.slots_cT[:, rank]
+        return slots[slots != NO_SLOT]
+
+    def clear(self) -> None:
+        """Forget all pages."""
+        self._length = 0
 
 
 class HeldPages:
-    """The pages of one request, in page order, each as T slots: slot on rank r, or NO_SLOT.
+    """The pages of one request and who owns it.
 
     Attributes:
         owner: the request's owner rank, the same for as long as it holds pages.
-        pages: T slots a page.
+        table: its pages.
         counts: pages on each rank.
         last: slot of the last page on each rank, None where it holds none.
     """
 
-    __slots__ = ("counts", "last", "owner", "pages")
+    __slots__ = ("counts", "last", "owner", "table")
 
-    def __init__(self, owner: int, ranks: int, pages: Iterable[tuple[int, ...]] = ()) -> None:
+    def __init__(self, owner: int, ranks: int, pages: Iterable[Sequence[int]] | np.ndarray = ()) -> None:
         self.owner = owner
-        self.pages = list(pages)
-        on_rank = [self.slots_on(rank) for rank in range(ranks)]
+        self.table = PageTable(ranks, pages)
+        on_rank = [self.table.slots_on(rank) for rank in range(ranks)]
         self.counts = [len(slots) for slots in on_rank]
-        self.last: list[int | None] = [slots[-1] if slots else None for slots in on_rank]
+        self.last: list[int | None] = [int(slots[-1]) if len(slots) else None for slots in on_rank]
 
     def __len__(self) -> int:
-        return len(self.pages)
-
-    def slots_on(self, rank: int) -> list[int]:
-        """The slots of `rank` in page order."""
-        return [page[rank] for page in self.pages if page[rank] != NO_SLOT]
+        return len(self.table)
 
 
 class PagePool:
@@ -166,9 +226,18 @@ class PagePool:
         layout: decides which ranks hold a page.
         slots: for each rank, the slots that may hold pages in `layout`.
         resident: pages that already lie where `layout` wants them.
+        withheld: for each rank, slots that count as used until `free` gives them back.
+        border: slots below it are the last to be given out.
     """
 
-    def __init__(self, layout: Layout, slots: Sequence[np.ndarray], resident: Iterable[HeldPages] = ()) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        slots: Sequence[np.ndarray],
+        resident: Iterable[HeldPages] = (),
+        withheld: Sequence[Sequence[int]] = (),
+        border: int = 0,
+    ) -> None:
         self.layout = layout
         self.ranks = len(slots)
         self._holders = [_HolderTable(layout, owner, self.ranks) for owner in range(self.ranks)]
@@ -176,13 +245,23 @@ class PagePool:
         for held in resident:
             assert not len(held) or held.counts == self._holders[held.owner].needs(0, len(held))
             for rank, taken in enumerate(used):
-                taken.extend(held.slots_on(rank))
-        self._allocators = [PageAllocator(own, taken) for own, taken in zip(slots, used, strict=True)]
+                taken.extend(held.table.slots_on(rank).tolist())
+        for rank, kept_back in enumerate(withheld):
+            used[rank].extend(kept_back)
+        self._allocators = [PageAllocator(own, taken, border) for own, taken in zip(slots, used, strict=True)]
 
     @classmethod
-    def of_geometry(cls, geometry: ArenaGeometry, layout: Layout, resident: Iterable[HeldPages] = ()) -> PagePool:
+    def of_geometry(
+        cls,
+        geometry: ArenaGeometry,
+        layout: Layout,
+        resident: Iterable[HeldPages] = (),
+        withheld: Sequence[Sequence[int]] = (),
+    ) -> PagePool:
         """The pool of a group whose arenas have this geometry."""
-        return cls(layout, [geometry.page_slots(layout, rank) for rank in range(geometry.ranks)], resident)
+        slots = [geometry.page_slots(layout, rank) for rank in range(geometry.ranks)]
+        # Pages under weights would have to move before a switch brings the weights, so they are the last resort.
+        return cls(layout, slots, resident, withheld, geometry.num_weight_slots)
 
     @property
     def num_free(self) -> list[int]:
@@ -206,7 +285,7 @@ class PagePool:
 
     def grow(self, held: HeldPages, count: int) -> bool:
         """Add `count` pages to a request on the ranks that hold them. Where any rank lacks one, add none: False."""
-        first = len(held.pages)
+        first = len(held)
         table = self._holders[held.owner]
         needs = table.needs(first, count)
         for allocator, need in zip(self._allocators, needs, strict=True):
@@ -220,20 +299,36 @@ class PagePool:
                 held.last[rank] = slots[-1]
                 held.counts[rank] += need
             supplies.append(iter(slots))
+        pages = []
         for holders in table.holders[first : first + count]:
             page = [NO_SLOT] * self.ranks
             for rank in holders:
                 page[rank] = next(supplies[rank])
-            held.pages.append(tuple(page))
+            pages.append(page)
+        held.table.extend(pages)
         return True
+
+    def are_free(self, slots: Sequence[Sequence[int]]) -> bool:
+        """Whether all of some slots of each rank are free."""
+        return all(allocator.are_free(own) for allocator, own in zip(self._allocators, slots, strict=True))
+
+    def claim(self, slots: Sequence[Sequence[int]]) -> None:
+        """Take particular free slots of each rank, which belong to no request."""
+        for allocator, own in zip(self._allocators, slots, strict=True):
+            allocator.claim(own)
+
+    def free(self, slots: Sequence[Sequence[int]]) -> None:
+        """Give back slots of each rank that belong to no request."""
+        for allocator, own in zip(self._allocators, slots, strict=True):
+            allocator.free(own)
 
     def release(self, held: HeldPages) -> None:
         """Free all pages of a request, whose table is empty afterwards."""
         for rank, allocator in enumerate(self._allocators):
-            allocator.free(held.slots_on(rank))
+            allocator.free(held.table.slots_on(rank).tolist())
             held.counts[rank] = 0
             held.last[rank] = None
-        held.pages.clear()
+        held.table.clear()
 
 
 class _HolderTable:

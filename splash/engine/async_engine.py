@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import Any
 
 from splash.core.errors import RequestError, SplashError, WorkerError
 from splash.engine.config import EngineConfig
@@ -14,6 +16,9 @@ from splash.engine.engine import Engine, EngineStats
 from splash.engine.outputs import GenerationRequest, RequestOutput
 from splash.engine.tokenizer import Tokenizer
 from splash.model.config import ModelConfig
+from splash.switch.orders import SwitchRecord
+
+IDLE_CHECK_S = 1.0  # how often an idle engine sees whether its ranks are alive
 
 
 @dataclass(frozen=True)
@@ -27,8 +32,24 @@ class _Abort:
     request_id: str
 
 
+@dataclass(frozen=True)
+class _Switch:
+    layout: str
+    method: str
+    rebalance: bool
+    done: asyncio.Future[SwitchRecord]
+
+
+@dataclass(frozen=True)
+class _AbortSwitch:
+    done: asyncio.Future[SwitchRecord | None]
+
+
 class _Close:
     pass
+
+
+_Command = _Add | _Abort | _Switch | _AbortSwitch | _Close
 
 
 class AsyncEngine:
@@ -41,8 +62,9 @@ class AsyncEngine:
     def __init__(self, config: EngineConfig, progress: Callable[[str], None] = lambda line: None) -> None:
         self._config = config
         self._progress = progress
-        self._commands: queue.SimpleQueue[_Add | _Abort | _Close] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._sinks: dict[str, asyncio.Queue[RequestOutput | SplashError]] = {}
+        self._switches: set[asyncio.Future[SwitchRecord]] = set()
         self._engine: Engine | None = None
         self._thread: threading.Thread | None = None
         self.error: SplashError | None = None
@@ -129,6 +151,39 @@ class AsyncEngine:
             if not finished:
                 self._commands.put(_Abort(request.id))
 
+    async def switch(self, layout: str, method: str = "auto", *, rebalance: bool = False) -> SwitchRecord:
+        """Change the layout, or the owners, while requests run. Returns when the switch has ended, however it did.
+
+        Raises:
+            ConfigError: the layout or the method is unknown, or the layout cannot work here.
+            WorkerError: the group died.
+        """
+        if self.error is not None:
+            raise self.error
+        done: asyncio.Future[SwitchRecord] = asyncio.get_running_loop().create_future()
+        self._switches.add(done)
+        done.add_done_callback(self._switches.discard)
+        self._commands.put(_Switch(layout, method, rebalance, done))
+        return await done
+
+    async def abort_switch(self) -> SwitchRecord | None:
+        """Give up the switch under way. Returns its record, None where there was none to give up."""
+        if self.error is not None:
+            raise self.error
+        done: asyncio.Future[SwitchRecord | None] = asyncio.get_running_loop().create_future()
+        self._commands.put(_AbortSwitch(done))
+        return await done
+
+    @property
+    def active_switch(self) -> SwitchRecord | None:
+        """The switch under way."""
+        return self._started.switcher.active
+
+    @property
+    def switch_history(self) -> list[SwitchRecord]:
+        """The switches that have ended, oldest first."""
+        return list(self._started.switcher.history)
+
     async def abort(self, request_id: str) -> None:
         """Stop a request; its stream ends with finish reason "abort"."""
         self._commands.put(_Abort(request_id))
@@ -148,19 +203,26 @@ class AsyncEngine:
                     outputs = engine.step()
                     if outputs:
                         self._loop.call_soon_threadsafe(self._deliver, outputs)
+            self._die(WorkerError("the engine has been closed"))
         except BaseException as error:
-            died = error if isinstance(error, SplashError) else WorkerError(f"the engine failed: {error!r}")
-            self.error = died
-            self._loop.call_soon_threadsafe(self._deliver_error, died)
+            self._die(error if isinstance(error, SplashError) else WorkerError(f"the engine failed: {error!r}"))
         finally:
             engine.close()
+
+    def _die(self, error: SplashError) -> None:
+        self.error = error
+        with contextlib.suppress(RuntimeError):  # the loop may be closed, and then nobody waits
+            self._loop.call_soon_threadsafe(self._deliver_error, error)
 
     def _obey(self, engine: Engine, wait: bool) -> bool:
         """Carry out the commands that have arrived, waiting for one if asked. False once told to close."""
         while True:
             try:
-                command = self._commands.get(block=wait)
+                command = self._commands.get(block=wait, timeout=IDLE_CHECK_S)
             except queue.Empty:
+                if wait:
+                    engine.check()
+                    continue
                 return True
             wait = False
             if isinstance(command, _Close):
@@ -168,10 +230,27 @@ class AsyncEngine:
             if isinstance(command, _Abort):
                 engine.abort(command.request_id)
                 continue
+            if isinstance(command, _Switch):
+                self._switch(engine, command)
+                continue
+            if isinstance(command, _AbortSwitch):
+                record = engine.switcher.active
+                engine.switcher.abort()
+                self._loop.call_soon_threadsafe(_succeed, command.done, record)
+                continue
             try:
                 engine.add_request(command.request)
             except SplashError as error:
                 self._loop.call_soon_threadsafe(command.sink.put_nowait, error)
+
+    def _switch(self, engine: Engine, command: _Switch) -> None:
+        def finish(record: SwitchRecord) -> None:
+            self._loop.call_soon_threadsafe(_succeed, command.done, record)
+
+        try:
+            engine.switch(command.layout, command.method, rebalance=command.rebalance, done=finish)
+        except SplashError as error:
+            self._loop.call_soon_threadsafe(_fail, command.done, error)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
@@ -182,13 +261,15 @@ class AsyncEngine:
     def _deliver_error(self, error: SplashError) -> None:
         for sink in self._sinks.values():
             sink.put_nowait(error)
+        for switch in list(self._switches):
+            _fail(switch, error)
 
 
-def _succeed(future: asyncio.Future[None]) -> None:
+def _succeed(future: asyncio.Future[Any], result: object = None) -> None:
     if not future.done():
-        future.set_result(None)
+        future.set_result(result)
 
 
-def _fail(future: asyncio.Future[None], error: BaseException) -> None:
+def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
     if not future.done():
         future.set_exception(error)

@@ -24,6 +24,8 @@ class EngineConfig:
         max_num_seqs: most requests that run at once.
         max_batched_tokens: most query rows a step; longer prompts are prefilled in chunks.
         kv_cache_gib: memory a rank for arenas (attention weights and KV pages of all layers), in GiB.
+        switch_staging_mib: most memory a rank for staging one layer of a switch, in MiB.
+        switch_copy_mib: most that a rank copies ahead of a switch after one step, in MiB.
         step_timeout_s: a step that takes longer counts as hung.
         seed: seeds requests that bring no seed of their own.
 
@@ -41,6 +43,8 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_batched_tokens: int = 2048
     kv_cache_gib: float = 1.0
+    switch_staging_mib: float = 256.0
+    switch_copy_mib: float = 2.0
     step_timeout_s: float = 120.0
     seed: int = 0
 
@@ -53,6 +57,8 @@ class EngineConfig:
             ("max_num_seqs", self.max_num_seqs >= 1, "at least 1"),
             ("max_batched_tokens", self.max_batched_tokens >= 1, "at least 1"),
             ("kv_cache_gib", self.kv_cache_gib > 0, "above 0"),
+            ("switch_staging_mib", self.switch_staging_mib >= 0, "at least 0"),
+            ("switch_copy_mib", self.switch_copy_mib > 0, "above 0"),
             ("step_timeout_s", self.step_timeout_s > 0, "above 0"),
         ):
             if not ok:

@@ -15,6 +15,7 @@ from splash.core.spec import DTYPE_BYTES, kv_format
 from splash.engine.config import EngineConfig
 from splash.engine.executor import Executor, LocalGroup
 from splash.engine.outputs import GenerationRequest, RequestOutput
+from splash.engine.switching import Switcher
 from splash.engine.text import OutputText
 from splash.engine.tokenizer import Tokenizer
 from splash.model.config import ModelConfig, check_servable, load_model_config, resolve_model_path
@@ -23,8 +24,9 @@ from splash.platform.base import Platform
 from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.request import Progress
 from splash.scheduler.scheduler import Scheduler
+from splash.switch.orders import SwitchRecord
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,8 @@ class Engine:
         self._platform: Platform = registry.require(config.hardware) if config.hardware else registry.detect()
         spec = self.model_config.spec
         self.ranks = config.ranks or self._platform.default_ranks()
-        self._layout: Layout = parse_layout(config.layout)
-        check_layout(self._layout, spec.num_heads, self.ranks)
+        layout: Layout = parse_layout(config.layout)
+        check_layout(layout, spec.num_heads, self.ranks)
         self.max_model_len = _model_len(config, spec.max_position_embeddings)
         progress(f"platform {self._platform.name}: {self._platform.availability().reason}")
         progress(
@@ -107,10 +109,10 @@ class Engine:
             f"context {self.max_model_len}"
         )
         geometry = self._geometry(config)
-        pool = PagePool.of_geometry(geometry, self._layout)
+        pool = PagePool.of_geometry(geometry, layout)
         progress(
             f"memory a rank: {geometry.arena_bytes * spec.num_layers / GIB:.2f} GiB of arenas, "
-            f"{min(pool.num_total)} pages of {config.page_size} tokens in layout {self._layout}"
+            f"{min(pool.num_total)} pages of {config.page_size} tokens in layout {layout}"
         )
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -123,6 +125,12 @@ class Engine:
             pool,
         )
         progress(f"starting {self.ranks} ranks")
+        self.switcher = Switcher(
+            self.scheduler,
+            geometry,
+            staging_bytes=int(config.switch_staging_mib * MIB),
+            step_bytes=int(config.switch_copy_mib * MIB),
+        )
         group = LocalGroup(config, str(self._model_path), self._platform, self.ranks, geometry)
         weights = group.start(self.max_model_len)
         self.executor: Executor = group
@@ -151,7 +159,36 @@ class Engine:
     @property
     def layout(self) -> str:
         """Name of the layout that steps run in."""
-        return self._layout.name
+        return self.switcher.layout.name
+
+    def switch(
+        self,
+        layout: str,
+        method: str = "auto",
+        *,
+        rebalance: bool = False,
+        done: Callable[[SwitchRecord], None] = lambda record: None,
+    ) -> SwitchRecord:
+        """Ask for another layout, or with `rebalance` for other owners. Steps carry it out; requests go on meanwhile.
+
+        Args:
+            layout: name of the layout to serve in from the commit on.
+            method: "auto", "precopy", "layerwise" or "blocking".
+            rebalance: deal the requests out to owners anew.
+            done: called with the final record, by `step` or at once.
+
+        Returns:
+            the record, which is kept up to date until the switch has ended.
+
+        Raises:
+            ConfigError: the layout or the method is unknown, or the layout cannot work with this model and group.
+        """
+        return self.switcher.request(parse_layout(layout), method, rebalance, done)
+
+    def check(self) -> None:
+        """Raise `WorkerError` if a rank has died while nothing runs."""
+        if not self._in_flight:
+            self.executor.check()
 
     @property
     def hardware(self) -> str:
@@ -194,7 +231,9 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self._in_flight or bool(self._aborted) or self.scheduler.has_work
+        return (
+            self._in_flight or bool(self._aborted) or self.scheduler.has_work or self.switcher.active is not None
+        )
 
     def step(self) -> list[RequestOutput]:
         """Finish the step in flight, begin the next one, and return what the finished one brought.
@@ -204,12 +243,15 @@ class Engine:
         """
         progress: list[Progress] = []
         if self._in_flight:
-            progress = self.scheduler.apply(self.executor.collect())
+            result = self.executor.collect()
             self._in_flight = False
-            self._steps += 1
-        plan = self.scheduler.schedule()
-        if plan is not None:
-            self.executor.submit(plan)
+            ran = result.switch is None or self.switcher.settle(result.switch)
+            if ran and result.output is not None:
+                progress = self.scheduler.apply(result.output)
+                self._steps += 1
+        run = self.switcher.next_run()
+        if run is not None:
+            self.executor.submit(run)
             self._in_flight = True
         outputs, self._aborted = self._aborted, []
         for item in progress:
@@ -261,5 +303,7 @@ def _model_len(config: EngineConfig, supported: int) -> int:
     if config.max_model_len is None:
         return supported
     if config.max_model_len > supported:
-        raise ConfigError("max_model_len", f"the model supports at most {supported} positions, not {config.max_model_len}")
+        raise ConfigError(
+            "max_model_len", f"the model supports at most {supported} positions, not {config.max_model_len}"
+        )
     return config.max_model_len

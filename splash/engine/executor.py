@@ -13,7 +13,6 @@ from typing import Protocol
 from splash.core import errors
 from splash.core.errors import SplashError, WorkerError
 from splash.core.memory import ArenaGeometry
-from splash.core.step import StepOutput, StepPlan
 from splash.engine.config import EngineConfig
 from splash.engine.messages import Channel, Failure, FromRank, Launch, Ready, Result, Run
 from splash.platform.base import Platform
@@ -26,15 +25,18 @@ COLLECTIVE_SHARE = 0.8  # of the step timeout, so that the rank that waits can s
 class Executor(Protocol):
     """Carries out one plan at a time."""
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, run: Run) -> None:
         """Begin a step. The step before must have been collected."""
 
-    def collect(self) -> StepOutput:
+    def collect(self) -> Result:
         """Wait for the step that was submitted.
 
         Raises:
             WorkerError: a rank died, failed or hung; the executor can only be closed after that.
         """
+
+    def check(self) -> None:
+        """Raise `WorkerError` if a rank has died while no step is in flight."""
 
     def close(self) -> None:
         """End everything that the executor started. Idempotent."""
@@ -77,7 +79,9 @@ class LocalGroup:
             ready: dict[int, int] = {}
             deadline = time.monotonic() + START_TIMEOUT_S
             while len(ready) < self._ranks:
-                message = self._next_message(deadline, f"ranks that are not ready: {set(range(self._ranks)) - set(ready)}")
+                message = self._next_message(
+                    deadline, f"ranks that are not ready: {set(range(self._ranks)) - set(ready)}"
+                )
                 assert isinstance(message, Ready)
                 ready[message.rank] = message.weight_bytes
         except BaseException:
@@ -123,18 +127,23 @@ class LocalGroup:
         """Process ids by rank."""
         return [process.pid for process in self._processes]
 
-    def submit(self, plan: StepPlan) -> None:
-        frame = Channel.encode(Run(plan))
+    def submit(self, run: Run) -> None:
+        frame = Channel.encode(run)
         for rank, channel in enumerate(self._channels):
             try:
                 channel.send_encoded(frame)
             except OSError:
                 raise self._died(rank) from None
 
-    def collect(self) -> StepOutput:
+    def collect(self) -> Result:
         message = self._next_message(time.monotonic() + self._timeout_s, "rank 0 has not answered")
         assert isinstance(message, Result)
-        return message.output
+        return message
+
+    def check(self) -> None:
+        if self._poller.poll(0):
+            self._next_message(time.monotonic(), "")
+            raise AssertionError("a rank spoke without being asked")
 
     def _next_message(self, deadline: float, waiting_for: str) -> Ready | Result:
         events = self._poller.poll(max(0.0, deadline - time.monotonic()) * 1000)

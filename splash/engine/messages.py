@@ -8,6 +8,7 @@ import struct
 import msgspec
 
 from splash.core.step import StepOutput, StepPlan
+from splash.switch.orders import CopyAhead, SwitchOrder, SwitchOutcome
 
 
 class Launch(msgspec.Struct, frozen=True, tag=True):
@@ -27,9 +28,11 @@ class Launch(msgspec.Struct, frozen=True, tag=True):
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):
-    """Carry out a step."""
+    """Carry out a step: commit a switch with it, or copy ahead of one after it."""
 
     plan: StepPlan
+    switch: SwitchOrder | None = None
+    ahead: CopyAhead | None = None
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -40,9 +43,10 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Result(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0's answer to a step."""
+    """Rank 0's answer to a step. A step whose switch failed has no output: it has not been run."""
 
-    output: StepOutput
+    output: StepOutput | None
+    switch: SwitchOutcome | None = None
 
 
 class Failure(msgspec.Struct, frozen=True, tag=True):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from splash.core.errors import SwitchError
 from splash.core.layout import check_layout, parse_layout
 from splash.core.memory import ArenaGeometry
 from splash.core.step import StepOutput, StepPlan
@@ -17,6 +19,8 @@ from splash.model.loader import Loader
 from splash.model.rope import RotaryTable
 from splash.model.transformer import Transformer
 from splash.platform.base import Rank
+from splash.switch.orders import CopyAhead, SwitchOrder, SwitchOutcome
+from splash.switch.transfer import Handoff, LayerCopies, copy_head_group
 
 
 class ModelRunner:
@@ -49,29 +53,75 @@ class ModelRunner:
         rotary = RotaryTable(spec.rope, spec.qk_rope_head_dim, max_model_len, group.device)
         self._transformer = Transformer(spec, weights, rotary, group)
         self._group = group
-        self._page_size = geometry.page_size
+        self._geometry = geometry
+        self._copied_ahead = True
         self._tables = PageTables(group.size)
         self._sampler = Sampler(eos_token_ids) if group.rank == 0 else None
 
     def logits(self, plan: StepPlan) -> torch.Tensor | None:
         """Run the forward of `plan`: logits float32 [samples, vocabulary] on rank 0, None elsewhere or with no samples."""
         self._tables.release(plan.released)
+        return self._forward(plan, self._tables, None)
+
+    def _forward(
+        self, plan: StepPlan, tables: PageTables, arrive: Callable[[int], None] | None
+    ) -> torch.Tensor | None:
         if not plan.queries:
             return None
         layout = parse_layout(plan.layout)
-        rows = step_rows(plan, layout, self._group.rank, self._group.size, self._page_size, self._tables)
-        return self._transformer.forward(rows)
+        rows = step_rows(plan, layout, self._group.rank, self._group.size, self._geometry.page_size, tables)
+        return self._transformer.forward(rows, arrive)
 
-    def run(self, plan: StepPlan) -> StepOutput | None:
-        """Carry out `plan`; rank 0 samples and returns the output, the others return None."""
-        if self._sampler is not None:
-            for request in plan.finished:
-                self._sampler.remove(request)
-            for new in plan.new:
-                self._sampler.add(new)
-        logits = self.logits(plan)
+    def run(self, plan: StepPlan, order: SwitchOrder | None = None) -> tuple[StepOutput | None, SwitchOutcome | None]:
+        """Carry out `plan`, and commit the switch that comes with it.
+
+        Returns:
+            on rank 0 the output, and the outcome of the switch where there is one; elsewhere the output is None. A switch that
+            fails leaves this rank as it was before the step, and there is no output anywhere.
+        """
+        outcome = None
+        if order is None:
+            logits = self.logits(plan)
+        else:
+            try:
+                logits, outcome = self._hand_off(plan, order)
+            except SwitchError as error:
+                return None, SwitchOutcome(str(error), error.rank, error.recoverable)
+        return self._sample(plan, logits), outcome
+
+    def _hand_off(self, plan: StepPlan, order: SwitchOrder) -> tuple[torch.Tensor | None, SwitchOutcome]:
+        """Run `plan` in the target state of a switch. Nothing that this rank keeps changes before the last layer is there."""
+        manifest = order.manifest
+        handoff = Handoff(manifest, self._geometry, self._group, order.layerwise)
+        handoff.agree({request: self._tables.slots(request) for request in manifest.requests}, self._copied_ahead)
+        tables = PageTables(self._group.size, manifest.target_tables())
+        if not (order.layerwise and plan.queries):
+            handoff.complete()
+            logits = self._forward(plan, tables, None)
+        else:
+            logits = self._forward(plan, tables, handoff.arrive)
+        self._tables = tables
+        kv_bytes, weight_bytes, exposed_s = handoff.received()
+        return logits, SwitchOutcome("", None, True, tuple(kv_bytes), tuple(weight_bytes), exposed_s)
+
+    def copy_ahead(self, order: CopyAhead) -> None:
+        """Copy what a coming switch will find in place. A failure is told at the commit, which is then refused."""
+        try:
+            copies = LayerCopies(order.rank_copies(self._group.rank), self._geometry, self._group)
+            for layer in range(self._geometry.spec.num_layers):
+                copies.read(layer)
+            for head_group, peer, layer in order.weights[self._group.rank]:
+                copy_head_group(head_group, peer, layer, self._geometry, self._group)
+        except Exception:
+            self._copied_ahead = False
+
+    def _sample(self, plan: StepPlan, logits: torch.Tensor | None) -> StepOutput | None:
         if self._sampler is None:
             return None
+        for request in plan.finished:
+            self._sampler.remove(request)
+        for new in plan.new:
+            self._sampler.add(new)
         sampling = [(query.request, query.start + len(query.tokens)) for query in plan.queries if query.sample]
         tokens, logprobs = self._sampler.sample(logits, sampling) if logits is not None else ([], [])
         return StepOutput(

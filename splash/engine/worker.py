@@ -32,8 +32,8 @@ def serve(channel: Channel) -> None:
     assert isinstance(launch, Launch)
     try:
         _run(channel, launch)
-    except EOFError:
-        return
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the launcher is gone, or has no more use for this rank
     except BaseException as error:
         if not isinstance(error, SplashError):
             traceback.print_exc()
@@ -70,9 +70,11 @@ def _run(channel: Channel, launch: Launch) -> None:
         while True:
             message = channel.receive()
             assert isinstance(message, Run)
-            output = runner.run(message.plan)
-            if output is not None:
-                channel.send(Result(output))
+            output, switch = runner.run(message.plan, message.switch)
+            if launch.rank == 0:
+                channel.send(Result(output, switch))
+            if message.ahead is not None:
+                runner.copy_ahead(message.ahead)
     finally:
         group.comm.close()
 

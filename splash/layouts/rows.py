@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from splash.core.layout import KV, Layout, Rows
+from splash.core.pages import PageTable
 from splash.core.step import Query, StepPlan
-from splash.layouts.tables import PageTables, RequestPages
+from splash.layouts.tables import PageTables
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class StepRows:
     ranks: int
     page_size: int
     queries: tuple[Query, ...]
-    tables: tuple[RequestPages, ...]
+    tables: tuple[PageTable, ...]
     tokens_N: np.ndarray
     positions_N: np.ndarray
     query_N: np.ndarray

@@ -2,55 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-
-class RequestPages:
-    """The pages of one request, in page order.
-
-    `slots_cT` is an int32 view [pages, T] of slot numbers, NO_SLOT where a rank does not hold the page.
-    """
-
-    __slots__ = ("_buffer", "_length")
-
-    def __init__(self, ranks: int) -> None:
-        self._buffer = np.empty((8, ranks), dtype=np.int32)
-        self._length = 0
-
-    @property
-    def slots_cT(self) -> np.ndarray:
-        return self._buffer[: self._length]
-
-    def __len__(self) -> int:
-        return self._length
-
-    def extend(self, pages: Sequence[Sequence[int]]) -> None:
-        """Append pages, each as T slots."""
-        if not pages:
-            return
-        end = self._length + len(pages)
-        if end > len(self._buffer):
-            grown = np.empty((max(end, 2 * len(self._buffer)), self._buffer.shape[1]), dtype=np.int32)
-            grown[: self._length] = self.slots_cT
-            self._buffer = grown
-        self._buffer[self._length : end] = pages
-        self._length = end
+from splash.core.pages import PageTable
 
 
 class PageTables:
     """Page tables of the live requests. Every rank keeps the same ones: they say where peers hold pages too."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, tables: Mapping[int, np.ndarray] | None = None) -> None:
+        """Start with `tables`: request -> int32 [pages, T]."""
         self.ranks = ranks
-        self._requests: dict[int, RequestPages] = {}
+        self._requests = {request: PageTable(ranks, pages) for request, pages in (tables or {}).items()}
 
-    def extend(self, request: int, pages: Sequence[Sequence[int]]) -> RequestPages:
+    def slots(self, request: int) -> np.ndarray:
+        """The table of a request, int32 [pages, T]; empty where it has none."""
+        table = self._requests.get(request)
+        return np.empty((0, self.ranks), dtype=np.int32) if table is None else table.slots_cT
+
+    def extend(self, request: int, pages: Sequence[Sequence[int]]) -> PageTable:
         """Append `pages` to a request's table, which is made if it is new, and return the table."""
         table = self._requests.get(request)
         if table is None:
-            table = self._requests[request] = RequestPages(self.ranks)
+            table = self._requests[request] = PageTable(self.ranks)
         table.extend(pages)
         return table
 

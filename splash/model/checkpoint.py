@@ -56,7 +56,9 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
-    def read(self, name: str, shape: tuple[int, ...], rows: slice | None = None, columns: slice | None = None) -> Tensor:
+    def read(
+        self, name: str, shape: tuple[int, ...], rows: slice | None = None, columns: slice | None = None
+    ) -> Tensor:
         """A tensor of the expected whole `shape`, or a slice of its first and second dims.
 
         Raises:
@@ -69,7 +71,9 @@ class Checkpoint:
             found = tuple(view.get_shape())
             if found != shape:
                 raise CheckpointError(f"{name} has shape {list(found)}, and config.json asks for {list(shape)}")
-            tensor: Tensor = view[rows or slice(None), columns or slice(None)] if len(shape) > 1 else view[rows or slice(None)]
+            tensor: Tensor = (
+                view[rows or slice(None), columns or slice(None)] if len(shape) > 1 else view[rows or slice(None)]
+            )
         except SafetensorError as error:
             raise CheckpointError(f"{self.path / self._where[name]} cannot be read: {error}") from None
         if not tensor.dtype.is_floating_point or tensor.element_size() < 2:
@@ -83,7 +87,9 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 

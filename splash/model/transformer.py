@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -30,14 +32,24 @@ class Transformer:
         self._group = group
 
     @torch.inference_mode()
-    def forward(self, rows: StepRows) -> Tensor | None:
-        """Logits after each sampling query, in plan order: float32 [samples, vocabulary] on rank 0, None elsewhere."""
+    def forward(self, rows: StepRows, arrive: Callable[[int], None] | None = None) -> Tensor | None:
+        """Run a step.
+
+        Args:
+            rows: the step's rows.
+            arrive: called with each layer before it is computed; returns once the layer's state is in the arena.
+
+        Returns:
+            Logits after each sampling query, in plan order: float32 [samples, vocabulary] on rank 0, None elsewhere.
+        """
         group, layout = self._group, rows.layout
         positions = torch.from_numpy(rows.positions_N).to(group.device)
         rotary = Rotary(self._rotary.cos[positions], self._rotary.sin[positions])
         exchange = make_exchange(layout, rows, rotary, group)
         x_nD = self._embed(rows)
-        for layer in self._weights.layers:
+        for number, layer in enumerate(self._weights.layers):
+            if arrive is not None:
+                arrive(number)
             x_nD = self._layer(layer, x_nD, rows, exchange)
         return self._logits(x_nD, rows)
 
@@ -47,7 +59,9 @@ class Transformer:
         tokens = torch.from_numpy(rows.tokens_N).to(self._group.device)
         local = tokens - vocab.start
         held = (local >= 0) & (local < vocab.stop - vocab.start)
-        x_ND = torch.zeros(len(tokens), self._spec.hidden_size, dtype=self._weights.embedding.dtype, device=tokens.device)
+        x_ND = torch.zeros(
+            len(tokens), self._spec.hidden_size, dtype=self._weights.embedding.dtype, device=tokens.device
+        )
         x_ND[held] = self._weights.embedding[local[held]]
         return self._reduce(x_ND, rows)
 

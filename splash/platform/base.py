@@ -10,11 +10,12 @@ Shape suffixes: n rows, H heads, C kv-lora rank, R rotary dim, D hidden size, P 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from splash.core.memory import ArenaGeometry
@@ -207,6 +208,26 @@ class Kernels(ABC):
         """
 
 
+class Completion(ABC):
+    """Work that runs behind compute."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Let what follows in the caller's order see the work done. Raises what the work raised."""
+
+
+class CopyEngine(ABC):
+    """One-sided copies between the arenas of a group, in order of their start."""
+
+    @abstractmethod
+    def copy(self, target: torch.Tensor, source: torch.Tensor, extents: np.ndarray) -> None:
+        """Copy byte ranges. `target` and `source` are uint8 [bytes]; `extents` int64 [n, 3] of (to, from, bytes)."""
+
+    @abstractmethod
+    def begin(self, work: Callable[[], None]) -> Completion:
+        """Run `work`, which calls `copy`, behind the caller's compute and after all work begun before."""
+
+
 @dataclass(frozen=True)
 class Rank:
     """What a rank's process works with once it has joined its group."""
@@ -218,6 +239,7 @@ class Rank:
     comm: Communicator
     attention: AttentionBackend
     kernels: Kernels
+    copies: CopyEngine
 
 
 class Platform(ABC):

@@ -11,6 +11,24 @@ from collections.abc import Sequence
 from splash.core.pages import PagePool
 
 
+def balance_owners(pages: Sequence[int], capacity: Sequence[int]) -> list[int]:
+    """An owner for each of many requests at once: the largest first, each to the rank with the fewest pages so far.
+
+    Args:
+        pages: pages of each request.
+        capacity: pages that each rank has room for; a rank that a request no longer fits on is passed over while another
+            has room.
+    """
+    load = [0] * len(capacity)
+    owners = [0] * len(pages)
+    for index in sorted(range(len(pages)), key=lambda index: (-pages[index], index)):
+        roomy = [rank for rank, room in enumerate(capacity) if load[rank] + pages[index] <= room]
+        owner = min(roomy or range(len(capacity)), key=lambda rank: (load[rank], rank))
+        owners[index] = owner
+        load[owner] += pages[index]
+    return owners
+
+
 def choose_owner(pool: PagePool, tokens: Sequence[int], num_pages: int, max_pages: int) -> int | None:
     """The rank with the least to attend to among those that can take the request, or None where none can now.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from splash.core.pages import HeldPages
+from splash.core.pages import HeldPages, PagePool
 from splash.core.request import SamplingParams, TokenLogprob
 from splash.core.step import NewRequest
 
@@ -27,6 +27,19 @@ class Progress(msgspec.Struct, frozen=True):
     logprob: TokenLogprob | None
     finish_reason: str | None
     stop_reason: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Rebase:
+    """What the scheduler was before it went on in another layout.
+
+    Attributes:
+        pool: the pages of the state before.
+        requests: each running request with its pages and computed positions then.
+    """
+
+    pool: PagePool
+    requests: tuple[tuple[Request, HeldPages | None, int], ...]
 
 
 @dataclass(slots=True, eq=False)

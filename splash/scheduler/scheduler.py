@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 
@@ -23,7 +23,7 @@ from splash.core.request import SamplingParams
 from splash.core.step import NewRequest, Query, StepOutput, StepPlan
 from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.owners import choose_owner
-from splash.scheduler.request import Progress, Request
+from splash.scheduler.request import Progress, Rebase, Request
 
 _by_arrival = attrgetter("arrival")
 
@@ -38,6 +38,7 @@ class Scheduler:
     Attributes:
         epoch: number of layout changes so far, stamped on every plan.
         num_preemptions: how often a request lost its pages to another.
+        holds_admission: while set, waiting requests stay where they are.
     """
 
     def __init__(self, config: SchedulerConfig, pool: PagePool) -> None:
@@ -56,6 +57,7 @@ class Scheduler:
         self._aborted_in_flight: list[Request] = []
         self._released: list[int] = []  # for the next plan, as the following one
         self._finished: list[int] = []
+        self.holds_admission = False
 
     @property
     def has_work(self) -> bool:
@@ -143,8 +145,16 @@ class Scheduler:
                 new.append(admitted.new)
             budget -= self._schedule_chunk(admitted, budget, rows)
         if not self._running:
-            assert not self._requests, "a request waits for pages that nobody holds"
+            assert not self._requests or self.holds_admission, "a request waits for pages that nobody holds"
             return None
+        return self._plan(rows, new)
+
+    def schedule_empty(self) -> StepPlan:
+        """Plan a step without rows, for what it carries beside them."""
+        assert self._in_flight is None, "a step is in flight"
+        return self._plan([], [])
+
+    def _plan(self, rows: list[list[Query]], new: list[NewRequest]) -> StepPlan:
         plan = StepPlan(
             self._step,
             self.epoch,
@@ -189,6 +199,81 @@ class Scheduler:
             self._running = [request for request in self._running if request.live]
         return progress
 
+    def rebase(self, pool: PagePool, held: Mapping[int, HeldPages]) -> Rebase:
+        """Go on in another layout, or with other owners, from the next step on.
+
+        Args:
+            pool: the pages of the target state.
+            held: the pages of every running request there, as many as it has now.
+
+        Returns:
+            what `retract` needs to go back, should the next step fail.
+        """
+        assert self._in_flight is None, "a step is in flight"
+        before = Rebase(self.pool, tuple((request, request.held, request.num_computed) for request in self._running))
+        self.pool = pool
+        self.epoch += 1
+        for request in self._running:
+            assert request.held is not None and len(held[request.id]) == len(request.held)
+            request.held = held[request.id]
+        self._count_tokens()
+        return before
+
+    def retract(self, before: Rebase) -> None:
+        """Undo `rebase` and the step planned since, which no rank has run.
+
+        What that step admitted waits again; what it preempted stays preempted; what was aborted meanwhile is let go.
+        """
+        plan = self._in_flight
+        assert plan is not None, "the step after a rebase is in flight"
+        self._in_flight = None
+        self.pool = before.pool
+        self.epoch -= 1
+        unheard = {new.id for new in plan.new}
+        known = {request.id for request, _, _ in before.requests}
+        admitted = [request for request in self._running if request.id not in known]
+        still_running = {request.id for request in self._running}
+        lost = {request.id for request, _, _ in before.requests if request.id not in still_running}
+        self._released[:0] = [id for id in plan.released if id in lost or id not in known]
+        self._finished[:0] = plan.finished
+        self._running = []
+        self._aborted_in_flight = []
+        for request, held, num_computed in before.requests:
+            assert held is not None
+            if request.id not in still_running:
+                self.pool.release(held)
+                continue
+            request.held, request.num_computed = held, num_computed
+            self._running.append(request)
+        self._count_tokens()
+        for request in [request for request in self._running if not request.live]:
+            self._retire(request)
+        self._running = [request for request in self._running if request.live]
+        for request in admitted:
+            request.held, request.num_computed = None, 0
+            request.announced = request.id not in unheard
+            if request.live:
+                heapq.heappush(self._waiting, (request.arrival, request))
+            elif request.announced:
+                self._finished.append(request.id)
+
+    def preempt_all(self) -> None:
+        """Take every running request's pages: the cache is lost, and all is computed again from tokens."""
+        assert self._in_flight is None, "a step is in flight"
+        while self._running:
+            self._preempt(len(self._running) - 1)
+
+    def _count_tokens(self) -> None:
+        self._tokens = [0] * self.pool.ranks
+        for request in self._running:
+            assert request.held is not None
+            self._tokens[request.held.owner] += len(request.tokens)
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """The live requests, running and waiting."""
+        return tuple(self._requests.values())
+
     def _num_pages(self, num_positions: int) -> int:
         return -(-num_positions // self.config.page_size)
 
@@ -227,9 +312,9 @@ class Scheduler:
             new_pages: tuple[tuple[int, ...], ...] = ()
             if start % page_size == 0:
                 page = start // page_size
-                if page == len(held.pages) and not self._grow(index):
+                if page == len(held) and not self._grow(index):
                     continue
-                new_pages = (held.pages[page],)
+                new_pages = held.table.rows(page, page + 1)
             owner = held.owner
             rows[owner].append(Query(request.id, start, (tokens[start],), owner, True, new_pages))
             request.num_computed = start + 1
@@ -242,7 +327,7 @@ class Scheduler:
         assert held is not None
         end = min(len(tokens), start + budget)
         if end > start:
-            pages = tuple(held.pages[self._num_pages(start) : self._num_pages(end)])
+            pages = held.table.rows(self._num_pages(start), self._num_pages(end))
             query = Query(request.id, start, tuple(tokens[start:end]), held.owner, end == len(tokens), pages)
             rows[held.owner].append(query)
             request.num_computed = end
@@ -252,7 +337,7 @@ class Scheduler:
         """Give the first waiting request its pages and let it run. None where it has to wait, or nobody does."""
         while self._waiting and not self._waiting[0][1].live:
             heapq.heappop(self._waiting)
-        if not self._waiting or len(self._running) >= self._max_running:
+        if self.holds_admission or not self._waiting or len(self._running) >= self._max_running:
             return None
         request = self._waiting[0][1]
         num_pages, max_pages = self._num_pages(len(request.tokens)), self._num_pages(request.max_positions)
@@ -274,7 +359,7 @@ class Scheduler:
         held = running[index].held
         assert held is not None
         while not self.pool.grow(held, 1):
-            lacking = self.pool.lacking(held.owner, len(held.pages), 1)
+            lacking = self.pool.lacking(held.owner, len(held), 1)
             victim = len(running) - 1
             while victim > index and not _holds_any(running[victim], lacking):
                 victim -= 1

@@ -80,13 +80,15 @@ def conformance(rank: Rank) -> int:
             for dtype in MOVED if operation in ("all_gather", "all_to_all") else SUMMED:
                 check(comm, operation, dtype, counts, 5, number)
                 done += 1
+    for dtype in (torch.float32, torch.bfloat16):  # large enough to be summed in two phases
+        check(comm, "all_reduce", dtype, [[140_001]], 1, 7)
     x = comm.all_reduce(torch.full((), 1.0))
     assert x.shape == () and x == size
     rows = tensor_of(comm.rank, (2, 3, 4), torch.float32, 1)
     assert comm.all_gather(rows, [2] * size).shape == (2 * size, 3, 4)
     assert comm.reduce_scatter(rows.repeat(size, 1, 1), [2] * size).shape == (2, 3, 4)
     assert comm.all_to_all(rows.repeat(size, 1, 1), [2] * size, [2] * size).shape == (2 * size, 3, 4)
-    return done + 4
+    return done + 6
 
 
 def large(rank: Rank) -> None:
@@ -177,7 +179,7 @@ def unequal_exchange(rank: Rank) -> str:
 @pytest.mark.parametrize("collectives", ["shm", "gloo"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_every_collective_dtype_and_kind_of_counts(ranks: int, collectives: str) -> None:
-    assert run_group(f"{HERE}:conformance", ranks, collectives=collectives) == [4 * (7 + 11 + 7 + 11) + 4] * ranks
+    assert run_group(f"{HERE}:conformance", ranks, collectives=collectives) == [4 * (7 + 11 + 7 + 11) + 6] * ranks
 
 
 @pytest.mark.parametrize(("ranks", "collectives"), [(2, "shm"), (3, "shm"), (2, "gloo")])

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -47,9 +48,8 @@ class Process:
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
 
-    def running(self) -> int:
-        health = httpx.get(f"{self.url}/health", timeout=60).json()
-        return health["running"] + health["waiting"]
+    def health(self) -> dict[str, Any]:
+        return httpx.get(f"{self.url}/health", timeout=60).json()
 
 
 def command(*options: str) -> list[str]:
@@ -174,14 +174,16 @@ def test_chat_streams_and_counts(server: Process) -> None:
 
 def test_a_client_that_leaves_frees_its_request(server: Process) -> None:
     body = {"prompt": "hello", "max_tokens": 190, "stream": True, "ignore_eos": True}
+    steps = server.health()["steps"]
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("data: ")
-    # The engine answers between steps, so this ends as soon as the request does, long before its 190 tokens at worst.
     for _ in range(1000):
-        if server.running() == 0:
+        health = server.health()
+        if health["running"] + health["waiting"] == 0:
             break
-    assert server.running() == 0
+    assert health["running"] + health["waiting"] == 0
+    assert health["steps"] - steps < 150, "the request ran to its end"
     with server.client() as client:
         assert client.completions.create(model="base", prompt="hello", max_tokens=1).usage.completion_tokens == 1
 
@@ -192,6 +194,20 @@ def test_signals_stop_cleanly_and_leave_no_process(checkpoint: Path, number: sig
         members = family(running.process.pid)
         assert len(members) >= 3, "the server and two ranks"
         os.killpg(running.process.pid, number)  # as a terminal does
+        assert running.process.wait(STOP_TIMEOUT_S) == 0, running.lines
+        assert not any(map(alive, members))
+        assert not any("Traceback" in line for line in running.lines), running.lines
+
+
+def test_stopping_under_load_tells_clients_and_leaves_no_process(checkpoint: Path) -> None:
+    with serving(f"model.path={checkpoint}", "ranks=2", "shutdown_grace_s=0") as running:
+        members = family(running.process.pid)
+        body = {"prompt": "hello", "max_tokens": 2000, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            os.killpg(running.process.pid, signal.SIGINT)
+            assert "the server is shutting down" in "".join(lines)
         assert running.process.wait(STOP_TIMEOUT_S) == 0, running.lines
         assert not any(map(alive, members))
         assert not any("Traceback" in line for line in running.lines), running.lines

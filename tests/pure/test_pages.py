@@ -119,32 +119,32 @@ def test_pool_grows_all_or_nothing_on_the_ranks_that_hold(layout: Layout, ranks:
                 count = data.draw(st.integers(0, 12), label="count")
                 numbers = np.arange(len(held), len(held) + count)
                 needs = page_holders(numbers, np.full(count, held.owner), layout, ranks).sum(axis=0)
-                before, pages = pool.num_free, list(held.pages)
+                before, pages = pool.num_free, held.table.rows(0, len(held))
                 lacking = [rank for rank in range(ranks) if needs[rank] > before[rank]]
                 assert pool.lacking(held.owner, len(held), count) == lacking
                 assert pool.grow(held, count) is not bool(lacking)
                 if lacking:
-                    assert (pool.num_free, held.pages) == (before, pages)
+                    assert (pool.num_free, held.table.rows(0, len(held))) == (before, pages)
                 else:
                     assert pool.num_free == [b - n for b, n in zip(before, needs, strict=True)]
-                    assert held.pages[: len(pages)] == pages
+                    assert held.table.rows(0, len(pages)) == pages
                     assert len(held) == len(pages) + count
             case "release" if live:
                 pool.release(live.pop(data.draw(st.integers(0, len(live) - 1), label="request")))
         for held in live:
             rule = page_holders(np.arange(len(held)), np.full(len(held), held.owner), layout, ranks)
-            table = np.array(held.pages, dtype=np.int64).reshape(-1, ranks)
+            table = held.table.slots_cT
             assert ((table != NO_SLOT) == rule).all()
             assert held.counts == rule.sum(axis=0).tolist()
         for rank, size in enumerate(sizes):
-            slots = [slot for held in live for slot in held.slots_on(rank)]
+            slots = [slot for held in live for slot in held.table.slots_on(rank).tolist()]
             assert len(slots) == len(set(slots)) == size - pool.num_free[rank]
             assert set(slots) <= set(range(100 * rank, 100 * rank + size))
     # A pool made from what is resident goes on where this one stands.
     twin = PagePool(layout, [np.arange(100 * rank, 100 * rank + size) for rank, size in enumerate(sizes)], live)
     assert twin.num_free == pool.num_free
     for held in live:
-        twin.release(HeldPages(held.owner, ranks, held.pages))
+        twin.release(HeldPages(held.owner, ranks, held.table.slots_cT))
         pool.release(held)
         assert (len(held), held.counts, held.last) == (0, [0] * ranks, [None] * ranks)
     assert twin.num_free == pool.num_free == pool.num_total == sizes
@@ -163,8 +163,8 @@ def test_pages_of_a_growing_request_are_consecutive_on_each_rank() -> None:
     for _ in range(30):
         for held in live:
             assert pool.grow(held, 1)
-    assert {len(runs(held.slots_on(rank))) for held in live for rank in range(2)} == {1}
-    assert [held.last for held in live] == [[held.slots_on(0)[-1], held.slots_on(1)[-1]] for held in live]
+    assert {len(runs(held.table.slots_on(rank).tolist())) for held in live for rank in range(2)} == {1}
+    assert [held.last for held in live] == [[held.table.slots_on(rank)[-1] for rank in range(2)] for held in live]
 
 
 def test_resident_pages_must_lie_where_the_layout_wants_them() -> None:

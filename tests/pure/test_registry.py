@@ -42,7 +42,8 @@ def test_unknown_names_are_refused_with_those_that_exist() -> None:
 
 def test_loading_platforms_loads_neither_torch_nor_vendors() -> None:
     code = (
-        "import sys; from splash.platform import registry; [registry.get_platform(name) for name in registry.PLATFORMS];"
+        "import sys; from splash.platform import registry;"
+        "[registry.get_platform(name) for name in registry.PLATFORMS];"
         "sys.exit(bool({'torch', 'pynvml', 'pyrsmi', 'aiter'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -36,9 +36,10 @@ class GlooCommunicator(Communicator):
         self.size = size
         self._timeout_s = timeout_s
         self._count = 0
-        self._store = distributed.FileStore(f"/proc/self/fd/{fd}", size)
+        c10d: Any = distributed
+        self._store = c10d.FileStore(f"/proc/self/fd/{fd}", size)
         self._store.set_timeout(timedelta(seconds=timeout_s))
-        gloo: Any = distributed.ProcessGroupGloo
+        gloo = c10d.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(interface="lo")]
         options._timeout = timedelta(seconds=timeout_s)

@@ -110,6 +110,7 @@ class CpuPlatform(Platform):
 
         from splash.platform.cpu.arena import SharedArenas
         from splash.platform.cpu.attention import CpuAttention
+        from splash.platform.cpu.copy import CpuCopyEngine
         from splash.platform.cpu.gloo import GlooCommunicator
         from splash.platform.cpu.kernels import CpuKernels
         from splash.platform.cpu.shm import ShmCommunicator
@@ -124,7 +125,7 @@ class CpuPlatform(Platform):
             comm = ShmCommunicator(mmap.mmap(fd, 0), rank, size, timeout_s)
         else:
             comm = GlooCommunicator(fd, rank, size, timeout_s)
-        return Rank(rank, size, torch.device("cpu"), arenas, comm, CpuAttention(), CpuKernels())
+        return Rank(rank, size, torch.device("cpu"), arenas, comm, CpuAttention(), CpuKernels(), CpuCopyEngine())
 
 
 def available_bytes() -> int:

@@ -30,7 +30,7 @@ MAILBOX_BYTES = 8 << 20  # payloads beyond this travel in several rounds; only p
 
 _SPIN_S = 0.002
 _SLEEP_S = 50e-6
-_TWO_PHASE_BYTES = 64 << 10  # from here on an all_reduce of more than two ranks is reduce_scatter, then all_gather
+_TWO_PHASE_RANKS, _TWO_PHASE_BYTES = 4, 256 << 10  # from here on all_reduce is faster as reduce_scatter, all_gather
 _MAX_VIEWS = 4096
 
 # Words (int64) of a rank's control line. Two adjacent cache lines, because x86 prefetches them in pairs.
@@ -92,7 +92,7 @@ class ShmCommunicator(Communicator):
             return x
         flat = x.view(-1)
         num = flat.numel()
-        if self.size > 2 and num * x.itemsize >= _TWO_PHASE_BYTES:
+        if self.size >= _TWO_PHASE_RANKS and num * x.itemsize >= _TWO_PHASE_BYTES:
             counts = [num * (rank + 1) // self.size - num * rank // self.size for rank in range(self.size)]
             own = self._reduce_scatter(_ALL_REDUCE, flat, counts)
             self._all_gather(_ALL_REDUCE, own, counts, flat)

@@ -1,0 +1,302 @@
+"""Switcher: takes one switch at a time from its request to its record, a step boundary at a time.
+
+    waiting     the target has no room yet, or its staging would be too large: admission is held until it fits
+    copying     pages and weights are copied after ordinary steps, at most so many bytes a step
+    committing  the step in flight runs in the target state if its switch succeeds, and has not run otherwise
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from splash.core.errors import CapacityError, ConfigError, SwitchError
+from splash.core.layout import KV, Layout, Projections, check_layout
+from splash.core.memory import ArenaGeometry
+from splash.core.pages import HeldPages, PagePool
+from splash.engine.ahead import AheadCopies
+from splash.engine.messages import Run
+from splash.scheduler.owners import balance_owners
+from splash.scheduler.request import Rebase
+from splash.scheduler.scheduler import Scheduler
+from splash.switch.manifest import Occupancy, Planned, count, plan_switch, validate
+from splash.switch.orders import METHODS, SwitchOrder, SwitchOutcome, SwitchRecord
+
+HISTORY = 1000
+
+
+@dataclass(eq=False)
+class _Active:
+    """The switch under way."""
+
+    record: SwitchRecord
+    target: Layout
+    rebalance: bool
+    done: Callable[[SwitchRecord], None]
+    ahead: AheadCopies | None = None
+    commit_next: bool = False
+    before: Rebase | None = None
+    planned: Planned | None = None
+
+
+class Switcher:
+    """Carries out switches on behalf of an engine.
+
+    Args:
+        scheduler: whose requests and pages are switched.
+        geometry: of the arenas.
+        staging_bytes: most that a rank may stage for one layer.
+        step_bytes: most that a rank copies ahead after one step.
+
+    Attributes:
+        layout: the layout that steps run in.
+        history: the switches that have ended, oldest first.
+    """
+
+    def __init__(self, scheduler: Scheduler, geometry: ArenaGeometry, staging_bytes: int, step_bytes: int) -> None:
+        self._scheduler = scheduler
+        self._geometry = geometry
+        self._staging_bytes = staging_bytes
+        self._step_bytes = step_bytes
+        self._active: _Active | None = None
+        self._queued: _Active | None = None  # asked for while another was committing
+        self._num_switches = 0
+        self.layout = scheduler.pool.layout
+        self.history: deque[SwitchRecord] = deque(maxlen=HISTORY)
+
+    @property
+    def active(self) -> SwitchRecord | None:
+        """The switch under way."""
+        return None if self._active is None else self._active.record
+
+    def request(
+        self, target: Layout, method: str, rebalance: bool, done: Callable[[SwitchRecord], None]
+    ) -> SwitchRecord:
+        """Ask for a switch. One under way is superseded, unless it is committing: that one ends first.
+
+        Args:
+            target: the layout wanted.
+            method: one of `METHODS`.
+            rebalance: choose the owners of all requests anew, also where the target keeps pages where they are.
+            done: called once with the final record.
+
+        Raises:
+            ConfigError: the method is unknown, or the layout cannot work with this model and group.
+        """
+        if method not in METHODS:
+            raise ConfigError("method", f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
+        check_layout(target, self._geometry.spec.num_heads, self._geometry.ranks)
+        self._num_switches += 1
+        record = SwitchRecord(id=self._num_switches, source=self.layout.name, target=target.name, asked=method)
+        active = _Active(record, target, rebalance, done)
+        reason = f"by switch {record.id}, to {target}"
+        if self.committing:
+            if self._queued is not None:
+                self._close(self._queued, "superseded", reason)
+            self._queued = active
+            return record
+        if self._active is not None:
+            self._end("superseded", reason)
+        self._begin(active)
+        return record
+
+    def _begin(self, active: _Active) -> None:
+        active.record.source = self.layout.name
+        self._active = active
+        if active.target == self.layout and not active.rebalance:
+            self._end("committed", "this is the layout already")
+
+    @property
+    def committing(self) -> bool:
+        """Whether the step in flight carries a switch."""
+        return self._active is not None and self._active.before is not None
+
+    def abort(self) -> None:
+        """Give up the switch under way, and what was asked for after it. One that is committing ends by itself."""
+        if self._queued is not None:
+            queued, self._queued = self._queued, None
+            self._close(queued, "aborted", "")
+        if self._active is not None and not self.committing:
+            self._end("aborted", "")
+
+    def next_run(self) -> Run | None:
+        """Plan the next step, with whatever the switch under way does in it. None where there is nothing to run."""
+        active = self._active
+        if active is not None and active.ahead is None:
+            self._start(active)
+            active = self._active
+        if active is None:
+            plan = self._scheduler.schedule()
+            return None if plan is None else Run(plan)
+        if active.commit_next or (active.ahead is not None and not self._scheduler.running):
+            run = self._commit(active)
+            if run is not None:
+                return run
+            active = self._active
+        plan = self._scheduler.schedule()
+        if plan is None:
+            return None
+        if active is None or active.ahead is None:
+            return Run(plan)
+        return self._copy_ahead(active, active.ahead, Run(plan))
+
+    def _occupancy(self) -> Occupancy:
+        running = self._scheduler.running
+        held = [request.held for request in running]
+        return Occupancy(
+            layout=self.layout,
+            requests=tuple(request.id for request in running),
+            owners=tuple(pages.owner for pages in held if pages is not None),
+            written=tuple(request.num_computed for request in running),
+            tables=tuple(pages.table for pages in held if pages is not None),
+        )
+
+    def _owners(self, active: _Active, occupancy: Occupancy) -> tuple[int, ...]:
+        """Owners after the switch: the same where pages are with their owner already, else balanced anew."""
+        if not active.rebalance and (self.layout.kv is KV.REQUEST or active.target.kv is not KV.REQUEST):
+            return occupancy.owners
+        room = [len(self._geometry.page_slots(active.target, rank)) for rank in range(self._geometry.ranks)]
+        return tuple(balance_owners([len(table) for table in occupancy.tables], room))
+
+    def _plan(self, active: _Active) -> Planned:
+        occupancy = self._occupancy()
+        owners = self._owners(active, occupancy)
+        started = time.perf_counter()
+        epoch = self._scheduler.epoch
+        if active.ahead is not None:
+            planned = active.ahead.plan(occupancy, owners, epoch)
+        else:
+            planned = plan_switch(occupancy, active.target, owners, self._geometry, epoch)
+        active.record.planning_ms = (time.perf_counter() - started) * 1e3
+        return planned
+
+    def _start(self, active: _Active) -> None:
+        """Choose the method, or see whether a switch that waits for room has it now."""
+        record = active.record
+        try:
+            self._check_room(active)
+            planned = self._plan(active)
+        except CapacityError as error:
+            self._end("refused", str(error))
+            return
+        counts = count(planned.manifest, self._geometry)
+        moves_bytes = any(counts.kv_bytes) or any(counts.weight_bytes) or any(counts.moved)
+        if record.asked in ("auto", "precopy") and moves_bytes and self._scheduler.running:
+            ahead = AheadCopies(active.target, self._geometry, self._scheduler.pool, self._step_bytes)
+            record.reason = ahead.begin(planned)
+            if not record.reason:
+                record.method, record.status = "precopy", "copying"
+                active.ahead = ahead
+                return
+        record.method = record.asked if record.asked in ("layerwise", "blocking") else "layerwise"
+        staging = max(counts.staged) * self._geometry.slot_bytes
+        if staging > self._staging_bytes:
+            record.status = "waiting"
+            record.reason = f"it would stage {staging} bytes a layer, and a rank has {self._staging_bytes}; admission is held"
+            record.waited_steps += 1
+            self._scheduler.holds_admission = True
+            return
+        active.commit_next = True
+
+    def _check_room(self, active: _Active) -> None:
+        """Refuse a target in which a live request could never run to its end, even alone."""
+        pool = PagePool.of_geometry(self._geometry, active.target)
+        page_size = self._geometry.page_size
+        for request in self._scheduler.requests:
+            num_pages = -(-request.max_positions // page_size)
+            if not any(pool.fits_alone(owner, num_pages) for owner in range(pool.ranks)):
+                raise CapacityError(
+                    f"layout {active.target} has room for {pool.num_total} pages on the ranks, and a live request may "
+                    f"grow to {num_pages} pages of {page_size} tokens"
+                )
+
+    def _copy_ahead(self, active: _Active, ahead: AheadCopies, run: Run) -> Run:
+        """Add to a step what is copied after it."""
+        occupancy = self._occupancy()
+        try:
+            order, done = ahead.next(occupancy, self._owners(active, occupancy), self._scheduler.epoch)
+        except CapacityError:
+            order, done = None, True
+        active.commit_next = done or order is None
+        if order is None:
+            active.record.reason = "room to copy ahead ran out; the rest moves with the commit"
+            return run
+        active.record.background_steps += 1
+        return Run(run.plan, ahead=order)
+
+    def _commit(self, active: _Active) -> Run | None:
+        """Plan the first step in the target state. None, with the switch ended, where it does not fit any more."""
+        record = active.record
+        try:
+            planned = self._plan(active)
+            validate(planned.manifest, self._geometry)
+        except (CapacityError, ValueError) as error:
+            self._end("refused" if isinstance(error, CapacityError) else "failed", str(error))
+            return None
+        manifest = planned.manifest
+        held = {
+            request: HeldPages(owner, self._geometry.ranks, planned.tables[request])
+            for request, owner in zip(manifest.requests, manifest.owners, strict=True)
+        }
+        withheld = [slots.tolist() for slots in planned.withheld]
+        pool = PagePool.of_geometry(self._geometry, active.target, held.values(), withheld)
+        active.before = self._scheduler.rebase(pool, held)
+        active.planned = planned
+        self._scheduler.holds_admission = False
+        record.status = "committing"
+        counts = count(manifest, self._geometry)
+        record.kv_bytes_planned, record.weight_bytes_planned = list(counts.kv_bytes), list(counts.weight_bytes)
+        record.pages_kept, record.pages_fetched = list(counts.kept), list(counts.fetched)
+        record.pages_moved, record.pages_dropped = list(counts.moved), list(counts.dropped)
+        plan = self._scheduler.schedule() or self._scheduler.schedule_empty()
+        return Run(plan, switch=SwitchOrder(manifest, layerwise=record.method == "layerwise"))
+
+    def settle(self, outcome: SwitchOutcome) -> bool:
+        """Take in the outcome of the step in flight. Returns whether the step has run; if not, it is retracted here."""
+        active = self._active
+        assert active is not None and active.before is not None and active.planned is not None
+        record, ahead = active.record, active.ahead
+        if outcome.error:
+            self._scheduler.retract(active.before)
+            active.before = None
+            if not outcome.recoverable:
+                self._recompute(active)
+            self._end("failed", str(SwitchError(outcome.error)))
+            return False
+        self._scheduler.pool.free([slots.tolist() for slots in active.planned.withheld])
+        ahead_kv = ahead.kv_bytes if ahead is not None else [0] * self._geometry.ranks
+        ahead_weights = ahead.weight_bytes if ahead is not None else [0] * self._geometry.ranks
+        record.kv_bytes_received = [a + b for a, b in zip(ahead_kv, outcome.kv_bytes, strict=True)]
+        record.weight_bytes_received = [a + b for a, b in zip(ahead_weights, outcome.weight_bytes, strict=True)]
+        record.added_ms = outcome.exposed_s * 1e3
+        self.layout = active.target
+        active.ahead = None  # what it claimed belongs to the pool that has been replaced
+        self._end("committed", record.reason)
+        return True
+
+    def _recompute(self, active: _Active) -> None:
+        """The cache is lost. Go on in a layout whose weights are sure to be whole, and compute all requests again."""
+        self._scheduler.preempt_all()
+        if self.layout.projections is Projections.REPLICATED and active.target.projections is Projections.SHARDED:
+            # Pages may have been written over weights that the source needs; a rank's own share is never touched.
+            self.layout = active.target
+            self._scheduler.rebase(PagePool.of_geometry(self._geometry, active.target), {})
+
+    def _end(self, status: str, reason: str) -> None:
+        active = self._active
+        assert active is not None
+        if active.ahead is not None:
+            active.ahead.abandon()
+        self._scheduler.holds_admission = False
+        self._active = None
+        self._close(active, status, reason)
+        if self._queued is not None:
+            queued, self._queued = self._queued, None
+            self._begin(queued)
+
+    def _close(self, active: _Active, status: str, reason: str) -> None:
+        active.record.status, active.record.reason = status, reason
+        self.history.append(active.record)
+        active.done(active.record)

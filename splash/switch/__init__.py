@@ -1,0 +1,1 @@
+"""Changing the layout, or the owners, while requests run."""

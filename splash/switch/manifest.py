@@ -1,0 +1,506 @@
+"""Manifest: one switch as a frozen value. Built once from the ownership diff, checked, hashed, then only obeyed.
+
+A switch takes the pages that are written, and the head groups of the weights, from where one (layout, owners) state
+has them to where another wants them. For each rank a page is
+
+    kept      in the slot where it lies,
+    moved     from one slot of the rank to another, since its slot turns into weights,
+    fetched   from one peer that holds it, or
+    dropped.
+
+A copy is *direct* when nothing alive lies in its destination: it can run at any time before the commit, and leaves the
+source state whole. Where a rank has too few such slots some copies are *staged*: each layer's are read into a staging
+buffer, and written back only once every rank has read that layer. A page that is only reserved needs no copy, but where it
+takes a slot in which something is alive, the step that fills it overwrites that. A manifest with neither can be abandoned
+at any layer, and the source state is whole. The manifest is the same for every layer.
+
+Shape suffixes: p pages of all requests (in a manifest, only those that are written), T ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from splash.core.diff import NO_SOURCE, Diff, diff_blocks
+from splash.core.errors import CapacityError
+from splash.core.layout import KV, LAYOUTS, Layout, Projections, parse_layout
+from splash.core.memory import ArenaGeometry
+from splash.core.ownership import State, page_holders, weight_holders
+from splash.core.pages import PageTable
+from splash.core.step import NO_SLOT
+
+Slots = npt.NDArray[np.int32]
+Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Occupancy:
+    """The running requests and where their pages lie, at a step boundary.
+
+    Attributes:
+        layout: the layout that the pages lie in.
+        requests: ids, in any order.
+        owners: owner rank of each request.
+        written: positions of each request whose keys are cached; its first ceil(written / page size) pages hold them.
+        tables: page table of each request, at least as long as its written pages; later pages are only reserved.
+    """
+
+    layout: Layout
+    requests: tuple[int, ...]
+    owners: tuple[int, ...]
+    written: tuple[int, ...]
+    tables: tuple[PageTable, ...]
+
+
+class Manifest(msgspec.Struct, frozen=True, array_like=True):
+    """One switch, for every rank and layer.
+
+    Arrays travel as bytes: `source_slots`, `target_slots` int32 [p, T]; `sources` and `settled` int16 [p, T].
+
+    Attributes:
+        epoch: the epoch that the switch starts from; its commit makes it one more.
+        source, target: names of the two layouts; the same for a rebalance.
+        requests: ids.
+        owners: each request's owner after the switch.
+        written: each request's positions whose keys are cached.
+        num_pages: each request's written pages; their rows in the arrays follow one another in request order.
+        source_slots: where pages lie before, NO_SLOT where a rank does not hold one.
+        target_slots: where they lie after.
+        sources: the rank that each rank fetches a page from, NO_SOURCE where it fetches nothing.
+        settled: how many leading positions of the page are at the target already, copied ahead of the commit.
+        weight_sources: int [head group][rank], the rank to fetch a head group from, NO_SOURCE where none is fetched.
+        weights_settled: the head groups to fetch are there already, by rank.
+        abandonable: neither staged copies nor pages that are only reserved take slots in which something is alive, so that
+            a switch which fails at a later layer leaves the source state whole.
+    """
+
+    epoch: int
+    source: str
+    target: str
+    requests: tuple[int, ...]
+    owners: tuple[int, ...]
+    written: tuple[int, ...]
+    num_pages: tuple[int, ...]
+    source_slots: bytes
+    target_slots: bytes
+    sources: bytes
+    settled: bytes
+    weight_sources: tuple[tuple[int, ...], ...]
+    weights_settled: tuple[bool, ...]
+    abandonable: bool
+
+    @property
+    def ranks(self) -> int:
+        """T."""
+        return len(self.weights_settled)
+
+    def source_pT(self) -> Slots:
+        """[p, T] slots before."""
+        return np.frombuffer(self.source_slots, dtype=np.int32).reshape(-1, self.ranks)
+
+    def target_pT(self) -> Slots:
+        """[p, T] slots after."""
+        return np.frombuffer(self.target_slots, dtype=np.int32).reshape(-1, self.ranks)
+
+    def peers_pT(self) -> npt.NDArray[np.int16]:
+        """[p, T] ranks to fetch from."""
+        return np.frombuffer(self.sources, dtype=np.int16).reshape(-1, self.ranks)
+
+    def settled_pT(self) -> npt.NDArray[np.int16]:
+        """[p, T] leading positions that need no copy any more."""
+        return np.frombuffer(self.settled, dtype=np.int16).reshape(-1, self.ranks)
+
+    def filled_p(self, page_size: int) -> npt.NDArray[np.int64]:
+        """[p] positions of each page that are written, 1 .. page size."""
+        num_pages = np.array(self.num_pages, dtype=np.int64)
+        written = np.repeat(np.array(self.written, dtype=np.int64), num_pages)
+        filled: npt.NDArray[np.int64] = np.minimum(written - _numbers(num_pages) * page_size, page_size)
+        return filled
+
+    def digest(self) -> int:
+        """A 63-bit hash of everything in the manifest."""
+        return int.from_bytes(hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=8).digest(), "little") >> 1
+
+    def target_tables(self) -> dict[int, Slots]:
+        """Each request's written pages after the switch, [pages, T]."""
+        ends = np.cumsum(self.num_pages)
+        starts = ends - self.num_pages
+        target_pT = self.target_pT()
+        return {id: target_pT[start:end] for id, start, end in zip(self.requests, starts, ends, strict=True)}
+
+
+class SwitchCounts(msgspec.Struct, frozen=True, array_like=True):
+    """What a manifest does, by rank. Bytes are over all layers; pages are those of one layer."""
+
+    kept: tuple[int, ...]
+    fetched: tuple[int, ...]
+    moved: tuple[int, ...]
+    dropped: tuple[int, ...]
+    staged: tuple[int, ...]
+    kv_bytes: tuple[int, ...]
+    weight_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class RankCopies:
+    """What one rank copies in every layer.
+
+    Attributes:
+        peer: int16 [n], rank to read from; the rank itself for a move.
+        source: int32 [n], slot there.
+        target: int32 [n], slot here.
+        first, last: int64 [n], the positions first .. last - 1 of the page are copied; whole pages unless part is settled.
+        staged: bool [n], goes through the staging buffer.
+        weights: (head group, peer) pairs to fetch.
+        weights_staged: whether the head groups go through the staging buffer.
+    """
+
+    peer: npt.NDArray[np.int16]
+    source: Slots
+    target: Slots
+    first: npt.NDArray[np.int64]
+    last: npt.NDArray[np.int64]
+    staged: Flags
+    weights: tuple[tuple[int, int], ...]
+    weights_staged: bool
+
+    @cached_property
+    def num_staged(self) -> int:
+        """Pages in the staging buffer."""
+        return int(self.staged.sum())
+
+
+def rank_copies(manifest: Manifest, geometry: ArenaGeometry, rank: int) -> RankCopies:
+    """The copies of one rank: pages that end up in another slot than the one they lie in, and head groups."""
+    before, after = manifest.source_pT()[:, rank], manifest.target_pT()[:, rank]
+    filled, settled = manifest.filled_p(geometry.page_size), manifest.settled_pT()[:, rank]
+    todo = np.flatnonzero((after != NO_SLOT) & (after != before) & (settled < filled))
+    fetched = before[todo] == NO_SLOT
+    peer = np.where(fetched, manifest.peers_pT()[todo, rank], rank).astype(np.int16)
+    first = settled[todo].astype(np.int64)
+    occupied, alive = _alive(before, _page_flags(geometry, parse_layout(manifest.source), rank))
+    weights: tuple[tuple[int, int], ...] = ()
+    if not manifest.weights_settled[rank]:
+        peers = ((group, sources[rank]) for group, sources in enumerate(manifest.weight_sources))
+        weights = tuple((group, peer) for group, peer in peers if peer != NO_SOURCE)
+    return RankCopies(
+        peer=peer,
+        source=manifest.source_pT()[todo, peer],
+        target=after[todo],
+        first=first,
+        last=np.where(first == 0, geometry.page_size, filled[todo]),
+        staged=alive[after[todo]],
+        weights=weights,
+        weights_staged=bool(occupied[slots_under(geometry, [group for group, _ in weights])].any()),
+    )
+
+
+def count(manifest: Manifest, geometry: ArenaGeometry) -> SwitchCounts:
+    """What the manifest does, by rank, counting pages and weights that were copied ahead as well."""
+    before, after = manifest.source_pT(), manifest.target_pT()
+    held, wanted = before != NO_SLOT, after != NO_SLOT
+    fetched = (wanted & ~held).sum(axis=0)
+    groups = [sum(sources[rank] != NO_SOURCE for sources in manifest.weight_sources) for rank in range(manifest.ranks)]
+    layers = geometry.spec.num_layers
+    group_bytes = geometry.attention_bytes // geometry.ranks
+    staged = []
+    for rank in range(manifest.ranks):
+        _, alive = _alive(before[:, rank], _page_flags(geometry, parse_layout(manifest.source), rank))
+        copied = after[:, rank][wanted[:, rank] & (after[:, rank] != before[:, rank])]
+        staged.append(int(alive[copied].sum()))
+
+    def ints(values: npt.ArrayLike) -> tuple[int, ...]:
+        return tuple(int(value) for value in np.asarray(values))
+
+    return SwitchCounts(
+        kept=ints((held & wanted & (before == after)).sum(axis=0)),
+        fetched=ints(fetched),
+        moved=ints((held & wanted & (before != after)).sum(axis=0)),
+        dropped=ints((held & ~wanted).sum(axis=0)),
+        staged=ints(staged),
+        kv_bytes=ints(fetched * geometry.slot_bytes * layers),
+        weight_bytes=ints(np.asarray(groups) * group_bytes * layers),
+    )
+
+
+def _numbers(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """0, 1, .. length - 1 for each length in turn: the page numbers of requests of these lengths."""
+    numbers: npt.NDArray[np.int64] = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return numbers
+
+
+def _alive(written_slots: Slots, may_hold_pages: Flags) -> tuple[Flags, Flags]:
+    """Two bool [slots] of one rank in the source layout: a written page lies there; that, or weights."""
+    occupied = np.zeros(len(may_hold_pages), dtype=bool)
+    occupied[written_slots[written_slots != NO_SLOT]] = True
+    return occupied, occupied | ~may_hold_pages
+
+
+def _page_flags(geometry: ArenaGeometry, layout: Layout, rank: int) -> Flags:
+    """bool [slots]: the slot of `rank` may hold a page in `layout`."""
+    flags = np.zeros(geometry.num_slots, dtype=bool)
+    flags[geometry.page_slots(layout, rank)] = True
+    return flags
+
+
+def slots_under(geometry: ArenaGeometry, groups: Sequence[int]) -> npt.NDArray[np.intp]:
+    """The slots that some head groups of the weights overlap."""
+    under = np.zeros(geometry.num_slots, dtype=bool)
+    for group in groups:
+        for module in geometry.modules:
+            offset, size = geometry.run(module, group)
+            under[offset // geometry.slot_bytes : -(-(offset + size) // geometry.slot_bytes)] = True
+    return np.flatnonzero(under)
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A manifest, and the state of the pages after it.
+
+    Attributes:
+        manifest: what the ranks do.
+        tables: each request's pages after the switch, reserved ones included, int32 [pages, T].
+        withheld: by rank, slots that are free after the switch but in use before it. They must not be used before the
+            commit of a manifest that can be abandoned. All empty for one that cannot.
+    """
+
+    manifest: Manifest
+    tables: dict[int, Slots]
+    withheld: tuple[npt.NDArray[np.intp], ...]
+
+
+def plan_switch(
+    occupancy: Occupancy,
+    target: Layout,
+    owners: Sequence[int],
+    geometry: ArenaGeometry,
+    epoch: int,
+    ahead: Mapping[tuple[int, int], Sequence[int]] | None = None,
+) -> Planned:
+    """Plan a switch to `target` with new `owners`, one a request.
+
+    Pages stay where they lie if they may. The others take slots that no page uses, where a rank has too few of those slots
+    that are only reserved, and at last slots that the switch empties. Written pages choose first, and those of one peer
+    lie together, so that they are read in long extents.
+
+    Args:
+        occupancy: the source state.
+        target: the layout wanted.
+        owners: the owner wanted, one a request.
+        geometry: the arenas.
+        epoch: of the source state.
+        ahead: (request, page number) -> T slots already chosen for it, NO_SLOT where none, by a copy ahead of the commit.
+
+    Raises:
+        CapacityError: the live requests do not fit in the target layout; the message has the numbers.
+    """
+    ranks, page_size = geometry.ranks, geometry.page_size
+    lengths = np.array([len(table) for table in occupancy.tables], dtype=np.int64)
+    before_pT = np.concatenate([table.slots_cT for table in occupancy.tables] or [np.empty((0, ranks), dtype=np.int32)])
+    numbers = _numbers(lengths)
+    written = numbers < np.repeat(-(-np.array(occupancy.written, dtype=np.int64) // page_size), lengths)
+    old = State(occupancy.layout, ranks, numbers, np.repeat(np.array(occupancy.owners, dtype=np.int64), lengths))
+    new = State(target, ranks, numbers, np.repeat(np.array(owners, dtype=np.int64), lengths))
+    assert (old.page_holders == (before_pT != NO_SLOT)).all(), "page tables do not lie as their layout says"
+    moves = Diff(
+        diff_blocks(old.weight_holders, new.weight_holders),
+        diff_blocks(old.page_holders[written], new.page_holders[written]),
+    )
+    # A rank's column is worked on many times; in rows of ranks it would be scattered.
+    before_Tp = np.ascontiguousarray(before_pT.T)
+    wanted_Tp = np.ascontiguousarray(new.page_holders.T)
+    source_Tp = np.full((ranks, len(numbers)), ranks, dtype=np.int16)
+    source_Tp[:, written] = moves.pages.fetch_source.T
+    rows, chosen_nT = _chosen_ahead(occupancy, lengths, ranks, ahead or {})
+    after_Tp = np.empty_like(before_Tp)
+    withheld, abandonable = [], True
+    for rank in range(ranks):
+        usable = _page_flags(geometry, target, rank)
+        num_wanted, room = int(np.count_nonzero(wanted_Tp[rank])), int(np.count_nonzero(usable))
+        if num_wanted > room:
+            raise CapacityError(
+                f"layout {target} has room for {room} pages on rank {rank}, and the live requests need {num_wanted}"
+            )
+        before, after = before_Tp[rank], after_Tp[rank]
+        occupied, alive = _alive(before[written], _page_flags(geometry, occupancy.layout, rank))
+        after[:] = NO_SLOT
+        chosen = wanted_Tp[rank, rows] & (chosen_nT[:, rank] != NO_SLOT)
+        after[rows[chosen]] = chosen_nT[chosen, rank]
+        kept_back, overwrites = _place(before, after, wanted_Tp[rank], source_Tp[rank], usable, alive)
+        withheld.append(kept_back)
+        groups = np.flatnonzero(moves.weights.fetch[:, rank]).tolist()
+        abandonable &= not overwrites and not occupied[slots_under(geometry, groups)].any()
+    after_pT = np.ascontiguousarray(after_Tp.T)
+    ends = np.cumsum(lengths)
+    manifest = Manifest(
+        epoch=epoch,
+        source=occupancy.layout.name,
+        target=target.name,
+        requests=occupancy.requests,
+        owners=tuple(int(owner) for owner in owners),
+        written=occupancy.written,
+        num_pages=tuple(-(-num // page_size) for num in occupancy.written),
+        source_slots=before_pT[written].tobytes(),
+        target_slots=after_pT[written].tobytes(),
+        sources=moves.pages.fetch_source.tobytes(),
+        settled=bytes(moves.pages.fetch_source.nbytes),
+        weight_sources=tuple(tuple(row) for row in moves.weights.fetch_source.tolist()),
+        weights_settled=(False,) * ranks,
+        abandonable=abandonable,
+    )
+    tables = {
+        id: after_pT[end - length : end] for id, length, end in zip(occupancy.requests, lengths, ends, strict=True)
+    }
+    return Planned(manifest, tables, tuple(kept_back[: len(kept_back) * abandonable] for kept_back in withheld))
+
+
+def _chosen_ahead(
+    occupancy: Occupancy, lengths: npt.NDArray[np.int64], ranks: int, ahead: Mapping[tuple[int, int], Sequence[int]]
+) -> tuple[npt.NDArray[np.int64], Slots]:
+    """The rows [n] of pages with slots chosen, and these [n, T]."""
+    firsts = dict(zip(occupancy.requests, (np.cumsum(lengths) - lengths).tolist(), strict=True))
+    sizes = dict(zip(occupancy.requests, lengths.tolist(), strict=True))
+    assert all(0 <= number < sizes.get(id, 0) for id, number in ahead), "slots were chosen for a page that is not there"
+    rows = np.array([firsts[id] + number for id, number in ahead], dtype=np.int64)
+    return rows, np.array(list(ahead.values()), dtype=np.int32).reshape(-1, ranks)
+
+
+def _place(
+    before: Slots, after: Slots, wanted: Flags, source: npt.NDArray[np.int16], usable: Flags, alive: Flags
+) -> tuple[npt.NDArray[np.intp], bool]:
+    """Choose one rank's slots after the switch.
+
+    Args:
+        before: [p] slots before.
+        after: [p] slots after, so far only those chosen ahead; the others are filled in.
+        wanted: [p] pages that the rank holds after the switch.
+        source: [p] ranks that pages are fetched from, NO_SOURCE for those that are not, T for those only reserved.
+        usable: [slots] may hold pages after the switch.
+        alive: [slots] holds a written page or weights before it.
+
+    Returns:
+        The slots to withhold until the commit, and whether a page took a slot in which something is alive.
+    """
+    in_use = alive.copy()
+    in_use[before[before != NO_SLOT]] = True
+    ahead = after[after != NO_SLOT]
+    assert usable[ahead].all() and not in_use[ahead].any(), "a slot that was chosen ahead is not free"
+    stays = np.flatnonzero(wanted & (before != NO_SLOT) & (after == NO_SLOT))
+    stays = stays[usable[before[stays]]]
+    after[stays] = before[stays]
+    free = usable.copy()
+    free[after[after != NO_SLOT]] = False
+    homeless = np.flatnonzero(wanted & (after == NO_SLOT))
+    homeless = homeless[np.argsort(source[homeless], kind="stable")]
+    overwrites = False
+    # A slot that is reserved but not written may be overwritten, yet an abandoned switch must find it reserved.
+    for tier, candidates in enumerate((free & ~in_use, free & in_use & ~alive, free & alive)):
+        if len(homeless):
+            slots = _longest_runs_first(candidates)[: len(homeless)]
+            after[homeless[: len(slots)]] = slots
+            free[slots] = False
+            homeless = homeless[len(slots) :]
+            overwrites = tier == 2
+    assert not len(homeless)
+    return np.flatnonzero(free & in_use), overwrites
+
+
+def _longest_runs_first(flags: Flags) -> npt.NDArray[np.intp]:
+    """The indices where `flags` is set: run by run, the longest first, each in ascending order."""
+    edges = np.flatnonzero(np.diff(flags, prepend=False, append=False))
+    starts, lengths = edges[::2], edges[1::2] - edges[::2]
+    order = np.argsort(-lengths, kind="stable")
+    starts, lengths = starts[order], lengths[order]
+    return np.repeat(starts, lengths) + _numbers(lengths)
+
+
+def settle(manifest: Manifest, settled_pT: npt.NDArray[np.int16], weights_settled: Sequence[bool]) -> Manifest:
+    """The manifest with what was copied ahead marked as done: leading positions a page and rank, head groups a rank."""
+    return msgspec.structs.replace(manifest, settled=settled_pT.tobytes(), weights_settled=tuple(weights_settled))
+
+
+def validate(manifest: Manifest, geometry: ArenaGeometry) -> None:
+    """Check a manifest for exact cover: each rank that must hold a block has one slot for it, and one way to get it.
+
+    Raises:
+        ValueError: naming the first property that does not hold.
+    """
+    for name, holds in _properties(manifest, geometry):
+        if not holds:
+            raise ValueError(f"manifest of {manifest.source} -> {manifest.target}: not so: {name}")
+
+
+def _properties(manifest: Manifest, geometry: ArenaGeometry) -> Iterator[tuple[str, bool]]:
+    """What must hold, and whether it does; later ones make sense only where the earlier ones hold."""
+    m, ranks, size = manifest, geometry.ranks, geometry.page_size
+    yield "both layouts exist", m.source in LAYOUTS and m.target in LAYOUTS
+    source, target = parse_layout(m.source), parse_layout(m.target)
+    sharded = Projections.SHARDED in (source.projections, target.projections)
+    yield "the ranks divide the heads of a layout that shards them", not sharded or not geometry.spec.num_heads % ranks
+    yield "it is for all ranks", m.ranks == ranks
+    yield "no request is named twice", len(set(m.requests)) == len(m.requests)
+    yield "each request has all its fields", {len(m.owners), len(m.written), len(m.num_pages)} == {len(m.requests)}
+    yield "owners are ranks", all(0 <= owner < ranks for owner in m.owners)
+    yield "each request has as many pages as it has written", all(
+        written >= 0 and num == -(-written // size) for written, num in zip(m.written, m.num_pages, strict=True)
+    )
+    entries = sum(m.num_pages) * ranks
+    arrays = ((m.source_slots, 4), (m.target_slots, 4), (m.sources, 2), (m.settled, 2))
+    yield "arrays have an entry a page and rank", all(len(array) == entries * width for array, width in arrays)
+    before, after, peers, settled = m.source_pT(), m.target_pT(), m.peers_pT(), m.settled_pT()
+    held, wanted = before != NO_SLOT, after != NO_SLOT
+
+    lengths = np.array(m.num_pages, dtype=np.int64)
+    numbers = _numbers(lengths)
+    owners = np.repeat(np.array(m.owners, dtype=np.int64), lengths)
+    holders = page_holders(numbers, owners, target, ranks)
+    yield "pages are wanted where the target layout has them", np.array_equal(wanted, holders)
+    if source.kv is KV.REQUEST:  # the old owner is whoever holds a request's first page
+        owners = held.argmax(axis=1)[np.repeat(np.cumsum(lengths) - lengths, lengths)]
+    holders = page_holders(numbers, owners, source, ranks)
+    yield "pages are held where the source layout has them", np.array_equal(held, holders)
+    fetched = wanted & ~held
+    yield "a page that is fetched has a source", bool(((peers[fetched] >= 0) & (peers[fetched] < ranks)).all())
+    rows, columns = np.nonzero(fetched)
+    yield "nothing that is resident or unwanted is fetched", bool((peers[~fetched] == NO_SOURCE).all())
+    yield "a source holds what it is asked for", bool(held[rows, peers[rows, columns]].all())
+    yield (
+        "no more of a page is settled than is written",
+        bool((settled >= 0).all() and (settled <= m.filled_p(size)[:, None]).all()),
+    )
+
+    groups = np.array(m.weight_sources, dtype=np.int64)
+    yield "weights have an entry a head group and rank", groups.shape == (ranks, ranks)
+    missing = weight_holders(target, ranks) & ~weight_holders(source, ranks)
+    yield "head groups that are missing are fetched, and no others", np.array_equal(groups != NO_SOURCE, missing)
+    rows, columns = np.nonzero(missing)
+    peer = groups[rows, columns]
+    yield "head groups are fetched from ranks", bool(((peer >= 0) & (peer < ranks)).all())
+    yield "a source holds the head group it is asked for", bool(weight_holders(source, ranks)[rows, peer].all())
+
+    for rank in range(ranks):
+        on_rank = f"on rank {rank}"
+        for when, layout, slots in (("before", source, before), ("after", target, after)):
+            used = slots[:, rank][slots[:, rank] != NO_SLOT]
+            inside = bool(((used >= 0) & (used < geometry.num_slots)).all())
+            yield f"pages lie inside the arena {when}, {on_rank}", inside
+            yield f"no page lies on weights {when}, {on_rank}", bool(_page_flags(geometry, layout, rank)[used].all())
+            taken = np.zeros(geometry.num_slots, dtype=bool)
+            taken[used] = True
+            yield f"no slot has two pages {when}, {on_rank}", int(np.count_nonzero(taken)) == len(used)
+        occupied, alive = _alive(before[:, rank], _page_flags(geometry, source, rank))
+        copied = wanted[:, rank] & (after[:, rank] != before[:, rank])
+        staged = alive[after[copied, rank]]
+        yield f"what is staged cannot be settled, {on_rank}", not settled[copied, rank][staged].any()
+        under = occupied[slots_under(geometry, np.flatnonzero(missing[:, rank]).tolist())].any()
+        yield f"weights that are staged cannot be settled, {on_rank}", not (m.weights_settled[rank] and under)
+        yield f"a switch with staged copies cannot be abandoned, {on_rank}", not (
+            m.abandonable and (staged.any() or under)
+        )

@@ -1,0 +1,104 @@
+"""What the engine tells the ranks to do about a switch, what they answer, and what a caller is told in the end."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from splash.switch.manifest import Manifest, RankCopies
+
+Method = Literal["auto", "precopy", "layerwise", "blocking"]
+METHODS: tuple[Method, ...] = ("auto", "precopy", "layerwise", "blocking")
+
+
+class SwitchOrder(msgspec.Struct, frozen=True, array_like=True):
+    """Commit a manifest with the step that it comes with, which runs in the target layout.
+
+    `layerwise` reads each layer behind the compute of the layers before it; otherwise every layer is read before the step.
+    """
+
+    manifest: Manifest
+    layerwise: bool
+
+
+class CopyAhead(msgspec.Struct, frozen=True, array_like=True):
+    """Copies to make after the step that they come with, for a switch that will commit later.
+
+    Attributes:
+        pages: by rank, int32 [n, 5] as bytes: peer, source slot, target slot, first position, position after the last.
+        weights: by rank, (head group, peer, layer) to fetch.
+    """
+
+    pages: tuple[bytes, ...]
+    weights: tuple[tuple[tuple[int, int, int], ...], ...]
+
+    def rank_copies(self, rank: int) -> RankCopies:
+        """The page copies of one rank, made in every layer."""
+        rows = np.frombuffer(self.pages[rank], dtype=np.int32).reshape(-1, 5)
+        return RankCopies(
+            peer=rows[:, 0].astype(np.int16),
+            source=rows[:, 1],
+            target=rows[:, 2],
+            first=rows[:, 3].astype(np.int64),
+            last=rows[:, 4].astype(np.int64),
+            staged=np.zeros(len(rows), dtype=bool),
+            weights=(),
+            weights_staged=False,
+        )
+
+
+class SwitchOutcome(msgspec.Struct, frozen=True, array_like=True):
+    """What came of a `SwitchOrder`. Bytes are those that each rank received in the commit, over all layers.
+
+    `error` is empty when the switch is committed. `recoverable` False means that the cache is lost. `exposed_s` is the
+    longest time that a rank's step waited for the switch.
+    """
+
+    error: str = ""
+    rank: int | None = None
+    recoverable: bool = True
+    kv_bytes: tuple[int, ...] = ()
+    weight_bytes: tuple[int, ...] = ()
+    exposed_s: float = 0.0
+
+
+class SwitchRecord(msgspec.Struct, kw_only=True, rename={"source": "from", "target": "to"}):
+    """One switch as the engine's history keeps it. Pages and bytes are by rank; bytes are over all layers.
+
+    Attributes:
+        id: number of the switch, from 1.
+        source, target: layouts; the same when owners were rebalanced.
+        asked: the method asked for.
+        method: the method used, empty before one is chosen.
+        status: "waiting", "copying", "committing", "committed", "refused", "failed", "aborted" or "superseded".
+        reason: why it waits, was refused or failed; why another method than the one asked for was used.
+        kv_bytes_received, weight_bytes_received: what each rank read from its peers, ahead of the commit included.
+        kv_bytes_planned, weight_bytes_planned: what the ownership difference asks for.
+        pages_kept, pages_fetched, pages_moved, pages_dropped: pages of one layer.
+        planning_ms: time to plan the manifest that was committed.
+        added_ms: time that the committing step waited for the switch, on the slowest rank.
+        background_steps: ordinary steps that copied ahead.
+        waited_steps: steps that passed while the switch waited for room.
+    """
+
+    id: int
+    source: str
+    target: str
+    asked: str
+    method: str = ""
+    status: str = "waiting"
+    reason: str = ""
+    kv_bytes_received: list[int] = []
+    weight_bytes_received: list[int] = []
+    kv_bytes_planned: list[int] = []
+    weight_bytes_planned: list[int] = []
+    pages_kept: list[int] = []
+    pages_fetched: list[int] = []
+    pages_moved: list[int] = []
+    pages_dropped: list[int] = []
+    planning_ms: float = 0.0
+    added_ms: float = 0.0
+    background_steps: int = 0
+    waited_steps: int = 0

@@ -1,0 +1,221 @@
+"""A rank's part in a switch: reading its peers' arenas layer by layer, and agreeing with them before every layer.
+
+    read(l)     direct copies go to their place, staged ones to the staging buffer; nothing alive is overwritten
+    agree       every rank learns whether every rank has read layer l; this is also the barrier between reads and writes
+    settle(l)   staged copies are written back; from here on layer l is in the target state
+
+Reads need no other synchronisation: a switch begins at a step boundary, when no rank writes to what the source state
+holds, and after the agreement on a layer nobody reads it any more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from splash.core.errors import SwitchError
+from splash.core.memory import ArenaGeometry
+from splash.platform.base import Completion, Rank
+from splash.switch.manifest import Manifest, RankCopies, rank_copies
+
+READ_OK, READ_FAILED = 1, 0
+
+
+class LayerCopies:
+    """One rank's copies as byte extents, the same for every layer.
+
+    Attributes:
+        kv_bytes, weight_bytes: received from peers a layer; what is copied within the rank is not counted.
+        staging_bytes: size of the staging buffer.
+    """
+
+    def __init__(self, copies: RankCopies, geometry: ArenaGeometry, group: Rank) -> None:
+        self._group = group
+        token, slot = geometry.kv.token_bytes, geometry.slot_bytes
+        size = (copies.last - copies.first) * token
+        skipped = copies.first * token
+        start = copies.source.astype(np.int64) * slot + skipped
+        to = copies.target.astype(np.int64) * slot + skipped
+        weights = [
+            (peer, *geometry.run(module, head_group))
+            for head_group, peer in copies.weights
+            for module in geometry.modules
+        ]
+        peers = np.r_[copies.peer.astype(np.int64), [peer for peer, _, _ in weights]].astype(np.int64)
+        start = np.r_[start, [offset for _, offset, _ in weights]].astype(np.int64)
+        to = np.r_[to, [offset for _, offset, _ in weights]].astype(np.int64)
+        size = np.r_[size, [length for _, _, length in weights]].astype(np.int64)
+        staged = np.r_[copies.staged, [copies.weights_staged] * len(weights)].astype(bool)
+        place = np.zeros_like(to)
+        place[staged] = np.cumsum(size[staged]) - size[staged]
+        self.staging_bytes = int(size[staged].sum())
+        self._direct = _by_peer(peers, to, start, size, ~staged)
+        self._staged = _by_peer(peers, place, start, size, staged)
+        self._write_back = merge_extents(np.stack((to, place, size), axis=1)[staged])
+        self._staging = torch.empty(self.staging_bytes, dtype=torch.uint8, device=group.device)
+        foreign = peers != group.rank
+        is_weight = np.arange(len(peers)) >= len(copies.peer)
+        self.kv_bytes = int(size[foreign & ~is_weight].sum())
+        self.weight_bytes = int(size[foreign & is_weight].sum())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to copy."""
+        return not self._direct and not self._staged
+
+    def read(self, layer: int) -> None:
+        """Read this layer from the peers."""
+        arenas, copies = self._group.arenas, self._group.copies
+        for peer, extents in self._direct.items():
+            copies.copy(arenas.local(layer), arenas.peer(peer, layer), extents)
+        for peer, extents in self._staged.items():
+            copies.copy(self._staging, arenas.peer(peer, layer), extents)
+
+    def write_back(self, layer: int) -> None:
+        """Write what was staged to its place."""
+        if len(self._write_back):
+            self._group.copies.copy(self._group.arenas.local(layer), self._staging, self._write_back)
+
+
+def _by_peer(
+    peers: np.ndarray, to: np.ndarray, start: np.ndarray, size: np.ndarray, chosen: np.ndarray
+) -> dict[int, np.ndarray]:
+    extents = np.stack((to, start, size), axis=1)
+    return {int(peer): merge_extents(extents[chosen & (peers == peer)]) for peer in np.unique(peers[chosen])}
+
+
+def merge_extents(extents: np.ndarray) -> np.ndarray:
+    """Join extents (to, from, bytes) that continue each other on both sides. int64 [n, 3] -> [m, 3], sorted by `to`."""
+    if len(extents) < 2:
+        return extents
+    ordered = extents[np.argsort(extents[:, 0], kind="stable")]
+    ends = ordered[:-1, :2] + ordered[:-1, 2:]
+    begins = np.r_[True, (ordered[1:, :2] != ends).any(axis=1)]
+    merged = ordered[begins]
+    merged[:, 2] = np.add.reduceat(ordered[:, 2], np.flatnonzero(begins))
+    return merged
+
+
+def copy_head_group(head_group: int, peer: int, layer: int, geometry: ArenaGeometry, group: Rank) -> None:
+    """Read one head group of one layer's weights from a peer to its place here."""
+    runs = [geometry.run(module, head_group) for module in geometry.modules]
+    extents = np.array([(offset, offset, size) for offset, size in runs], dtype=np.int64)
+    group.copies.copy(group.arenas.local(layer), group.arenas.peer(peer, layer), extents)
+
+
+class Handoff:
+    """Carries out one manifest on one rank, in one step.
+
+    Use: `agree` once; then for each layer in order, before computing it, `arrive`; or `complete`, which does all layers
+    at once. Every rank of the group does the same.
+
+    Attributes:
+        copies: what this rank copies in every layer.
+        exposed_s: seconds that the step waited for the switch.
+    """
+
+    def __init__(self, manifest: Manifest, geometry: ArenaGeometry, group: Rank, layerwise: bool) -> None:
+        self._manifest = manifest
+        self._group = group
+        self._num_layers = geometry.spec.num_layers
+        self.copies = LayerCopies(rank_copies(manifest, geometry, group.rank), geometry, group)
+        self._in_background = layerwise
+        self._reading: list[Completion] = []
+        self._any_copies = True
+        self._written_back = False
+        self.exposed_s = 0.0
+
+    def agree(self, own_tables: Mapping[int, np.ndarray], copied_ahead: bool) -> None:
+        """Compare notes with every rank before anything is touched.
+
+        Args:
+            own_tables: this rank's page tables of the manifest's requests.
+            copied_ahead: whether all copies ahead of the commit that this rank was told to make were made.
+
+        Raises:
+            SwitchError: on every rank alike, naming a rank that has another manifest or another page table, or that failed
+                to copy ahead.
+        """
+        started = time.perf_counter()
+        tables = np.concatenate([own_tables[id] for id in self._manifest.requests] or [np.empty(0, dtype=np.int32)])
+        matches = np.array_equal(tables.reshape(-1, self._group.size), self._manifest.source_pT())
+        note = torch.tensor(
+            [[self._manifest.digest(), int(matches), int(copied_ahead), int(self.copies.is_empty)]], dtype=torch.int64
+        )
+        notes = self._gather(note)
+        digests = [digest for digest, _, _, _ in notes]
+        for rank, (digest, same, ahead, _) in enumerate(notes):
+            if digests.count(digest) <= self._group.size // 2 and digest != digests[0]:
+                raise SwitchError(f"rank {rank} has another manifest than its peers", rank)
+            if not same:
+                raise SwitchError(f"rank {rank} has other page tables than the manifest starts from", rank)
+            if not ahead:
+                raise SwitchError(f"rank {rank} failed to copy ahead of the switch", rank)
+        self._any_copies = not all(empty for _, _, _, empty in notes)
+        if self._any_copies and self._in_background:
+            # One staging buffer: a layer is read ahead only once the layer before has been written back.
+            ahead = 1 if self.copies.staging_bytes else self._num_layers
+            for layer in range(ahead):
+                self._begin(layer)
+        self.exposed_s += time.perf_counter() - started
+
+    def _begin(self, layer: int) -> None:
+        self._reading.append(self._group.copies.begin(lambda: self.copies.read(layer)))
+
+    def arrive(self, layer: int) -> None:
+        """Return once `layer` is in the target state on this rank and read by all.
+
+        Raises:
+            SwitchError: on every rank alike, naming a rank that could not read. `recoverable` says whether the source state
+                is whole.
+        """
+        if not self._any_copies:
+            return
+        started = time.perf_counter()
+        status, error = READ_OK, ""
+        try:
+            if self._in_background:
+                self._reading[layer].wait()
+            else:
+                self.copies.read(layer)
+        except Exception as failure:
+            status, error = READ_FAILED, f": {failure}"
+        statuses = self._gather(torch.tensor([[status, self.copies.staging_bytes]], dtype=torch.int64))
+        for rank, (read, _) in enumerate(statuses):
+            if read == READ_FAILED:
+                self._abandon()
+                text = f"rank {rank} could not read layer {layer}" + (error if rank == self._group.rank else "")
+                raise SwitchError(text, rank, recoverable=not self._written_back)
+        self.copies.write_back(layer)
+        self._written_back |= any(staging for _, staging in statuses)
+        if self._in_background and len(self._reading) == layer + 1 < self._num_layers:
+            self._begin(layer + 1)
+        self.exposed_s += time.perf_counter() - started
+
+    def complete(self) -> None:
+        """Bring every layer to the target state. Raises as `arrive`."""
+        for layer in range(self._num_layers):
+            self.arrive(layer)
+
+    def _abandon(self) -> None:
+        """Wait for reads that are under way, so that nothing is written after this."""
+        for reading in self._reading:
+            try:
+                reading.wait()
+            except Exception:
+                continue
+
+    def _gather(self, note: torch.Tensor) -> list[list[int]]:
+        note = note.to(self._group.device)
+        notes: list[list[int]] = self._group.comm.all_gather(note, [1] * self._group.size).tolist()
+        return notes
+
+    def received(self) -> tuple[list[int], list[int], float]:
+        """(KV bytes by rank, weight bytes by rank, longest exposed seconds), over all layers, on every rank alike."""
+        micros = int(self.exposed_s * 1e6)
+        kv, weights = self.copies.kv_bytes * self._num_layers, self.copies.weight_bytes * self._num_layers
+        notes = self._gather(torch.tensor([[kv, weights, micros]], dtype=torch.int64))
+        return [kv for kv, _, _ in notes], [weights for _, weights, _ in notes], max(m for _, _, m in notes) / 1e6
