@@ -40,8 +40,8 @@ class PageAllocator:
         self._state = bytearray(int(slots[-1]) + 1 if len(slots) else 0)
         self._lengths: dict[int, int] = {}  # start of a free extent -> its length
         self._starts: dict[int, int] = {}  # slot after a free extent -> its start
-        # (below the border, -length, slot after) of every free extent, and of some that are gone. An extent that shrinks
-        # from its start keeps its entry: a length here may be too large, and is put right when it reaches the top.
+        # (below the border, -length, slot after) of every free extent, and of some that are gone. An extent that
+        # shrinks from its start keeps its entry: a length here may be too large, and is put right when it reaches the top.
         self._heap: list[tuple[bool, int, int]] = []
         state = np.frombuffer(self._state, dtype=np.uint8)
         state[slots] = _FREE
@@ -140,7 +140,7 @@ class PageAllocator:
             heapq.heapify(self._heap)
 
     def _largest_extent(self) -> int:
-        """The start of the longest free extent above the border, below it where there is none above. There must be one."""
+        """The start of the longest free extent above the border, or below it. There must be one."""
         while True:
             below, negative_length, end = self._heap[0]
             start = self._starts.get(end)

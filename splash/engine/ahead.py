@@ -1,7 +1,7 @@
 """Copying ahead of a switch: which pages and weights are at their target already, and what each step copies next.
 
-History is append-only, so a page copied now is right for ever up to the positions that were written then. A switch commits
-with nothing left to move once all that is written, the step before the commit included, has been copied.
+History is append-only, so a page copied now is right for ever up to the positions that were written then. A switch
+commits with nothing left to move once all that is written, the step before the commit included, has been copied.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from splash.switch.orders import CopyAhead
 
 
 class AheadCopies:
-    """The state of one switch that copies ahead. Slots that it copies to are claimed from the pool that serves meanwhile.
+    """The state of one switch that copies ahead. Slots that it copies to are claimed from the serving pool.
 
     Attributes:
         kv_bytes, weight_bytes: received by each rank so far, over all layers.
@@ -155,4 +155,6 @@ def _by_rank(pages: object, ranks: int) -> list[list[int]]:
 
 def _page_keys(manifest: Manifest) -> list[tuple[int, int]]:
     """(request, page number) of each row of the manifest's arrays."""
-    return [(id, number) for id, num in zip(manifest.requests, manifest.num_pages, strict=True) for number in range(num)]
+    return [
+        (id, number) for id, num in zip(manifest.requests, manifest.num_pages, strict=True) for number in range(num)
+    ]

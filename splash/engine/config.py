@@ -1,4 +1,4 @@
-"""EngineConfig: everything an engine needs to start, as plain values. Entry points build it; nothing else reads configuration."""
+"""EngineConfig: everything an engine needs to start, as plain values. Entry points build it."""
 
 from __future__ import annotations
 

@@ -231,9 +231,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return (
-            self._in_flight or bool(self._aborted) or self.scheduler.has_work or self.switcher.active is not None
-        )
+        return self._in_flight or bool(self._aborted) or self.scheduler.has_work or self.switcher.active is not None
 
     def step(self) -> list[RequestOutput]:
         """Finish the step in flight, begin the next one, and return what the finished one brought.

@@ -1,9 +1,10 @@
-"""Messages between the launcher and its ranks: msgpack over a socket pair a rank. Nothing on a socket is ever unpickled."""
+"""Messages between the launcher and its ranks: msgpack over socket pairs, and never a pickle."""
 
 from __future__ import annotations
 
 import socket
 import struct
+from typing import Any
 
 import msgspec
 
@@ -50,7 +51,7 @@ class Result(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failure(msgspec.Struct, frozen=True, tag=True):
-    """A rank cannot go on. `kind` is the exception's class name; `blamed` the rank at fault when it is not the sender."""
+    """A rank cannot go on. `kind` is the exception's class name; `blamed` is the rank at fault, if known."""
 
     rank: int
     kind: str
@@ -68,9 +69,10 @@ _ENCODER = msgspec.msgpack.Encoder()
 class Channel:
     """One end of a rank's socket: length-prefixed msgpack."""
 
-    def __init__(self, sock: socket.socket, receives: type) -> None:
+    def __init__(self, sock: socket.socket, receives: Any) -> None:
+        """Speak over `sock`, expecting messages of the union `receives`."""
         self._socket = sock
-        self._decoder = msgspec.msgpack.Decoder(receives)
+        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(receives)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -89,7 +91,7 @@ class Channel:
         """Send a frame made by `encode`."""
         self._socket.sendall(frame)
 
-    def receive(self) -> ToRank | FromRank:
+    def receive(self) -> Any:
         """Block until a message arrives. Raises EOFError when the peer has closed or died."""
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
         return self._decoder.decode(self._read(length))

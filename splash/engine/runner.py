@@ -59,13 +59,11 @@ class ModelRunner:
         self._sampler = Sampler(eos_token_ids) if group.rank == 0 else None
 
     def logits(self, plan: StepPlan) -> torch.Tensor | None:
-        """Run the forward of `plan`: logits float32 [samples, vocabulary] on rank 0, None elsewhere or with no samples."""
+        """The forward of `plan`: logits float32 [samples, vocabulary] on rank 0, None elsewhere or with no samples."""
         self._tables.release(plan.released)
         return self._forward(plan, self._tables, None)
 
-    def _forward(
-        self, plan: StepPlan, tables: PageTables, arrive: Callable[[int], None] | None
-    ) -> torch.Tensor | None:
+    def _forward(self, plan: StepPlan, tables: PageTables, arrive: Callable[[int], None] | None) -> torch.Tensor | None:
         if not plan.queries:
             return None
         layout = parse_layout(plan.layout)
@@ -76,8 +74,8 @@ class ModelRunner:
         """Carry out `plan`, and commit the switch that comes with it.
 
         Returns:
-            on rank 0 the output, and the outcome of the switch where there is one; elsewhere the output is None. A switch that
-            fails leaves this rank as it was before the step, and there is no output anywhere.
+            on rank 0 the output, and the outcome of the switch where there is one; elsewhere the output is None. A switch
+            that fails leaves this rank as it was before the step, and there is no output anywhere.
         """
         outcome = None
         if order is None:
@@ -90,7 +88,7 @@ class ModelRunner:
         return self._sample(plan, logits), outcome
 
     def _hand_off(self, plan: StepPlan, order: SwitchOrder) -> tuple[torch.Tensor | None, SwitchOutcome]:
-        """Run `plan` in the target state of a switch. Nothing that this rank keeps changes before the last layer is there."""
+        """Run `plan` in the target state of a switch. What this rank keeps changes only once every layer is there."""
         manifest = order.manifest
         handoff = Handoff(manifest, self._geometry, self._group, order.layerwise)
         handoff.agree({request: self._tables.slots(request) for request in manifest.requests}, self._copied_ahead)

@@ -1,8 +1,8 @@
 """Switcher: takes one switch at a time from its request to its record, a step boundary at a time.
 
-    waiting     the target has no room yet, or its staging would be too large: admission is held until it fits
-    copying     pages and weights are copied after ordinary steps, at most so many bytes a step
-    committing  the step in flight runs in the target state if its switch succeeds, and has not run otherwise
+waiting     the target has no room yet, or its staging would be too large: admission is held until it fits
+copying     pages and weights are copied after ordinary steps, at most so many bytes a step
+committing  the step in flight runs in the target state if its switch succeeds, and has not run otherwise
 """
 
 from __future__ import annotations
@@ -194,7 +194,9 @@ class Switcher:
         staging = max(counts.staged) * self._geometry.slot_bytes
         if staging > self._staging_bytes:
             record.status = "waiting"
-            record.reason = f"it would stage {staging} bytes a layer, and a rank has {self._staging_bytes}; admission is held"
+            record.reason = (
+                f"it would stage {staging} bytes a layer, and a rank has {self._staging_bytes}; admission is held"
+            )
             record.waited_steps += 1
             self._scheduler.holds_admission = True
             return

@@ -8,8 +8,8 @@
     replicated    position    single rows: all-gather of rows     LSE-weighted reduce-scatter over rows
                               chunks: all-gather of history       nothing
 
-An exchange is built once a step from the rows and used by every layer. Every rank enters every collective of its layout,
-whatever rows it has.
+An exchange is built once a step from the rows and used by every layer. Every rank enters every collective of its
+layout, whatever rows it has.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class LocalExchange(Exchange):
 
 
 class OwnerExchange(Exchange):
-    """Heads are sharded, pages are with their request's owner: exchange (all rows, own heads) for (own rows, all heads).
+    """Heads are sharded, pages are with their owner: exchange (all rows, own heads) for (own rows, all heads).
 
     Heads of rank t arrive as block t, so all heads are in order once the blocks lie side by side.
     """
@@ -262,8 +262,8 @@ class PositionExchange(Exchange):
 def merge_parts(out_aC: Tensor, lse_a: Tensor, counts: Sequence[int], group: Rank) -> Tensor:
     """Merge every rank's attention over its own keys and scatter the result along the first dim by `counts`.
 
-    `out_aC` is [a, ..., C], `lse_a` [a, ...]. Each rank weighs its part by exp(lse - lse of all), so that the reduction is
-    a plain sum. A part that saw nothing weighs 0; a row that no rank has keys for gives 0.
+    `out_aC` is [a, ..., C], `lse_a` [a, ...]. Each rank weighs its part by exp(lse - lse of all), so that the
+    reduction is a plain sum. A part that saw nothing weighs 0; a row that no rank has keys for gives 0.
     """
     size = group.size
     if size == 1:

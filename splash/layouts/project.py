@@ -1,7 +1,7 @@
 """Absorbed multi-head latent attention, the parts that a rank computes by itself.
 
-With W_UK and W_UV the halves of KV-B, a head's score is q_nope . (W_UK c) = (q_nope W_UK) . c, so queries are moved into
-the latent space once and every head attends to the same cached [latent | rotary key] (DeepSeek-V2, section 2.1.3).
+With W_UK and W_UV the halves of KV-B, a head's score is q_nope . (W_UK c) = (q_nope W_UK) . c, so queries are moved
+into the latent space once and every head attends to the same cached [latent | rotary key] (DeepSeek-V2, section 2.1.3).
 """
 
 from __future__ import annotations

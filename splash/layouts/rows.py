@@ -63,8 +63,8 @@ class StepRows:
         query_n, page_n = self.query_N[rows], self.positions_N[rows] // self.page_size
         slots_n = np.empty(len(query_n), dtype=np.int64)
         # Rows of a query are neighbours, so there is one look-up a query.
-        edges = np.flatnonzero(np.diff(query_n, prepend=-1, append=-1)) if len(query_n) else []
-        for start, end in itertools.pairwise(edges):
+        edges = np.flatnonzero(np.diff(query_n, prepend=-1, append=-1))
+        for start, end in itertools.pairwise(edges.tolist()):
             slots_n[start:end] = self.tables[query_n[start]].slots_cT[page_n[start:end], self.rank]
         return slots_n
 

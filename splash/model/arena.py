@@ -11,7 +11,7 @@ from splash.layouts.project import Heads
 
 
 class LayerArena:
-    """Views of one arena of one rank. All views are made once: addresses never change, a layout only chooses among them.
+    """Views of one arena of one rank. Addresses never change: a layout only chooses among the views.
 
     Attributes:
         pages_SPK: [slots, page size, C + R], every slot, those under weights included.

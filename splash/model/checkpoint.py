@@ -1,4 +1,4 @@
-"""Reading tensors from an unmodified Hugging Face directory: safetensors, single or sharded. Nothing else is trusted."""
+"""Reading tensors from an unmodified Hugging Face directory: safetensors, single or sharded. Nothing else is read."""
 
 from __future__ import annotations
 

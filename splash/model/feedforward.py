@@ -28,7 +28,7 @@ class DenseMlp:
 
 @dataclass(frozen=True)
 class ExpertMlp:
-    """Routed and shared experts. The router is whole on every rank; w13 [E, 2 I, D] and w2 [E, D, I] are this rank's."""
+    """Routed and shared experts. The router is whole on every rank; w13 [E, 2 I, D], w2 [E, D, I] are this rank's."""
 
     moe: MoeSpec
     router: Tensor  # [experts, D] float32

@@ -1,4 +1,4 @@
-"""From a checkpoint to a rank's weights: its shares of what is sharded, its head groups in the arena, the rest whole."""
+"""From a checkpoint to a rank's weights: shares of what is sharded, head groups in the arena, the rest whole."""
 
 from __future__ import annotations
 
@@ -106,11 +106,10 @@ class Loader:
         rotary = deinterleave(kv_a[latent:], spec.rope.interleave)
         arena = LayerArena(self._group.arenas.local(layer), self._geometry, self._group.rank, self._dtype)
         self._load_heads(attention, arena, layout)
-        has_q_lora = q_lora is not None
         return LayerWeights(
             input_norm=self._read(prefix + "input_layernorm.weight", hidden),
-            q_a=self._read(attention + "q_a_proj.weight", q_lora, hidden) if has_q_lora else None,
-            q_a_norm=self._read(attention + "q_a_layernorm.weight", q_lora) if has_q_lora else None,
+            q_a=None if q_lora is None else self._read(attention + "q_a_proj.weight", q_lora, hidden),
+            q_a_norm=None if q_lora is None else self._read(attention + "q_a_layernorm.weight", q_lora),
             kv_a=torch.cat((kv_a[:latent], rotary)),
             kv_a_norm=self._read(attention + "kv_a_layernorm.weight", latent),
             post_norm=self._read(prefix + "post_attention_layernorm.weight", hidden),

@@ -13,8 +13,8 @@ from splash.core.spec import RopeSpec
 def inverse_frequencies(rope: RopeSpec, dim: int) -> Tensor:
     """Angular frequency of each rotary pair: [dim / 2] float32, radians a position.
 
-    YaRN keeps the frequencies that turn more than `beta_fast` times within the original context, divides by `factor` those
-    that turn fewer than `beta_slow` times, and blends linearly between.
+    YaRN keeps the frequencies that turn more than `beta_fast` times within the original context, divides those by
+    `factor` that turn fewer than `beta_slow` times, and blends linearly between.
     """
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     base = 1.0 / (rope.theta**exponents)

@@ -115,8 +115,8 @@ class AttentionBatch:
     """Which rows attend to which pages, built once a step and used by every layer.
 
     Sequence b has rows `row_starts[b] : row_starts[b + 1]` and pages `page_starts[b] : page_starts[b + 1]`. A page is
-    a slot of the KV tensor, and holds the positions number * P to number * P + P - 1. A row at position p attends to the
-    positions <= p that the listed pages hold; they need not be all there are (position-sharded KV), and may be none.
+    a slot of the KV tensor, and holds the positions number * P to number * P + P - 1. A row at position p attends to
+    the positions <= p that the listed pages hold; they need not be all there are (position-sharded KV), and may be none.
     Rows need not be consecutive positions.
 
     Attributes (numpy arrays of int64 on the host; a platform uploads what it needs and keeps it in `device_state`):
@@ -273,7 +273,5 @@ class Platform(ABC):
         """
 
     @abstractmethod
-    def join(
-        self, handle_info: Mapping[str, int | str | list[int]], rank: int, timeout_s: float
-    ) -> Rank:
+    def join(self, handle_info: Mapping[str, int | str | list[int]], rank: int, timeout_s: float) -> Rank:
         """In a rank's process: join the group that `create_group` made."""

@@ -16,8 +16,8 @@ def balance_owners(pages: Sequence[int], capacity: Sequence[int]) -> list[int]:
 
     Args:
         pages: pages of each request.
-        capacity: pages that each rank has room for; a rank that a request no longer fits on is passed over while another
-            has room.
+        capacity: pages that each rank has room for; a rank that a request no longer fits on is passed over while
+            another has room.
     """
     load = [0] * len(capacity)
     owners = [0] * len(pages)

@@ -10,12 +10,11 @@ import msgspec
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
-from splash.core.errors import ConfigError
-from splash.core.layout import LAYOUTS, check_layout
 from splash.server.auth import BearerAuth
 from splash.server.chat import chat_router
 from splash.server.completions import completions_router
 from splash.server.errors import install_handlers, model_not_found
+from splash.server.layout import layout_router
 from splash.server.requests import Service, answer
 from splash.server.settings import ServerSettings
 from splash.server.streaming import ClientGone
@@ -41,6 +40,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings, loaded: Callable[[
     app.include_router(chat_router(service))
     app.include_router(_models_router(service))
     app.include_router(_state_router(service))
+    app.include_router(layout_router(service))
     if settings.api_key is not None:
         app.add_middleware(BearerAuth, api_key=settings.api_key)
     return app
@@ -98,25 +98,9 @@ def _state_router(service: Service) -> APIRouter:
         service.check_ready()
         return answer({"status": "ready"})
 
-    @router.get("/layout")
-    async def layout() -> Response:
-        """The layout that steps run in, and those that this model could run in on these ranks."""
-        service.check_ready()
-        num_heads = engine.model_config.spec.num_heads
-        usable = [name for name in LAYOUTS if _is_usable(name, num_heads, engine.ranks)]
-        return answer({"layout": engine.layout, "ranks": engine.ranks, "hardware": engine.hardware, "layouts": usable})
-
     @router.get("/version")
     async def version() -> Response:
         """The version of SPLASH."""
         return answer({"version": service.settings.version})
 
     return router
-
-
-def _is_usable(name: str, num_heads: int, ranks: int) -> bool:
-    try:
-        check_layout(LAYOUTS[name], num_heads, ranks)
-    except ConfigError:
-        return False
-    return True

@@ -1,4 +1,7 @@
-"""Every refusal and failure in the OpenAI API's shape: {"error": {"message", "type", "param", "code"}}."""
+"""Every refusal and failure in the OpenAI API's shape: {"error": {"message", "type", "param", "code"}}.
+
+Where a switch of layouts is what went wrong, the error has its record as well, under "switch".
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from splash.core.errors import CapacityError, RequestError, SplashError
+from splash.core.errors import CapacityError, ConfigError, RequestError, SplashError
 
 UNSUPPORTED = {
     "suffix": "inserting before a suffix is not supported",
@@ -42,6 +45,7 @@ class ApiError(Exception):
         param: the parameter at fault, or None.
         code: for programs, or None.
         headers: further response headers.
+        details: further entries of the error, by name.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -61,12 +66,13 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
+        self.details = dict(details or {})
 
     def body(self) -> dict[str, Any]:
         """The error as JSON values."""
         # A client's own text may hold lone surrogates, which UTF-8 cannot carry.
         message, param = (_sendable(text) if text is not None else None for text in (self.message, self.param))
-        return {"error": {"message": message, "type": self.type, "param": param, "code": self.code}}
+        return {"error": {"message": message, "type": self.type, "param": param, "code": self.code, **self.details}}
 
     def response(self) -> Response:
         """The error as an HTTP response."""
@@ -110,6 +116,31 @@ def model_not_found(name: str, served: str) -> ApiError:
     return ApiError(
         404, f"model {name!r} does not exist here; {served!r} is served", param="model", code="model_not_found"
     )
+
+
+def bad_option(error: ConfigError) -> ApiError:
+    """A parameter has a value that the engine cannot be switched to."""
+    return ApiError(400, str(error), param=error.field, code="invalid_value")
+
+
+def switch_not_committed(record: Mapping[str, Any]) -> ApiError:
+    """A switch has ended otherwise than asked for; the layout from before serves on."""
+    status, reason = record["status"], record["reason"]
+    ended = status if status == "failed" else f"was {status}"
+    message = f"the switch from {record['from']} to {record['to']} {ended}" + (f": {reason}" if reason else "")
+    type = "server_error" if status == "failed" else "invalid_request_error"
+    return ApiError(409, message, type=type, code=f"switch_{status}", details={"switch": record})
+
+
+def switch_not_aborted(record: Mapping[str, Any]) -> ApiError:
+    """The step in flight commits the switch, and ends it one way or the other."""
+    message = f"the switch from {record['from']} to {record['to']} is being committed and ends by itself"
+    return ApiError(409, message, code="switch_committing", details={"switch": record})
+
+
+def no_switch() -> ApiError:
+    """There is nothing to abort."""
+    return ApiError(404, "no switch is under way", code="no_switch")
 
 
 def install_handlers(app: FastAPI) -> None:
@@ -183,8 +214,8 @@ def _invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def _path(error: Mapping[str, Any]) -> list[str]:
-    """Where in the body the problem is, without pydantic's names for the branches of a union."""
-    location = error["loc"][1:] if error["loc"] and error["loc"][0] == "body" else error["loc"]
+    """Where in the body or the query the problem is, without pydantic's names for the branches of a union."""
+    location = error["loc"][1:] if error["loc"] and error["loc"][0] in ("body", "query") else error["loc"]
     if error["type"] == "json_invalid":
         return []
     return [str(part) for i, part in enumerate(location) if isinstance(part, int) or _is_name(part, i)]

@@ -1,4 +1,4 @@
-"""What clients may send: the OpenAI API's parameters that SPLASH serves, and vLLM's extra sampling parameters.
+"""What clients may send: the OpenAI API's parameters that SPLASH serves, vLLM's extra sampling parameters, and switches.
 
 A parameter that is null counts as absent. Unknown parameters are refused, except `IGNORED`, which change nothing in
 the answer, and those of `NEUTRAL` whose value asks for nothing.
@@ -42,9 +42,16 @@ NonEmpty = Annotated[str, Field(min_length=1)]
 
 
 class Model(BaseModel):
-    """Base of everything a client sends: no unknown fields, no silent conversion of types."""
+    """Base of everything a client sends: no unknown fields, no silent conversion of types, null counts as absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_null(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {key: value for key, value in data.items() if value is not None}
 
 
 class StreamOptions(Model):
@@ -89,7 +96,7 @@ class SamplingFields(Model):
         return {
             key: value
             for key, value in data.items()
-            if value is not None and key not in IGNORED and not (key in NEUTRAL and value in NEUTRAL[key])
+            if key not in IGNORED and not (key in NEUTRAL and value in NEUTRAL[key])
         }
 
     @model_validator(mode="after")
@@ -193,7 +200,7 @@ class Message(Model):
         """Clients send answers back as they came, with empty fields for what the model did not do."""
         if not isinstance(data, dict):
             return data
-        return {key: value for key, value in data.items() if value is not None and (value != [] or key == "content")}
+        return {key: value for key, value in data.items() if value != [] or key == "content"}
 
     def for_template(self) -> dict[str, str]:
         """As chat templates expect it: content as one text, and the system's role under its usual name."""
@@ -236,3 +243,11 @@ class ChatCompletionRequest(SamplingFields):
         reserved = {"messages", "add_generation_prompt"} & self.chat_template_kwargs.keys()
         if reserved:
             raise RequestError("chat_template_kwargs", f"must not contain {', '.join(sorted(reserved))}")
+
+
+class LayoutRequest(Model):
+    """Body of POST /layout. Which layouts and methods exist is for the engine to say."""
+
+    layout: str
+    method: str = "auto"
+    rebalance: bool = False

@@ -10,9 +10,9 @@ has them to where another wants them. For each rank a page is
 
 A copy is *direct* when nothing alive lies in its destination: it can run at any time before the commit, and leaves the
 source state whole. Where a rank has too few such slots some copies are *staged*: each layer's are read into a staging
-buffer, and written back only once every rank has read that layer. A page that is only reserved needs no copy, but where it
-takes a slot in which something is alive, the step that fills it overwrites that. A manifest with neither can be abandoned
-at any layer, and the source state is whole. The manifest is the same for every layer.
+buffer, and written back only once every rank has read that layer. A page that is only reserved needs no copy, but the
+step that fills it may overwrite what is alive in its slot. A manifest with neither can be abandoned at any layer. The
+manifest is the same for every layer.
 
 Shape suffixes: p pages of all requests (in a manifest, only those that are written), T ranks.
 """
@@ -77,8 +77,8 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         settled: how many leading positions of the page are at the target already, copied ahead of the commit.
         weight_sources: int [head group][rank], the rank to fetch a head group from, NO_SOURCE where none is fetched.
         weights_settled: the head groups to fetch are there already, by rank.
-        abandonable: neither staged copies nor pages that are only reserved take slots in which something is alive, so that
-            a switch which fails at a later layer leaves the source state whole.
+        abandonable: neither a copy nor a page that is only reserved takes a slot in which something is alive, so that a
+            switch that fails at a later layer leaves the source state whole.
     """
 
     epoch: int
@@ -156,7 +156,7 @@ class RankCopies:
         peer: int16 [n], rank to read from; the rank itself for a move.
         source: int32 [n], slot there.
         target: int32 [n], slot here.
-        first, last: int64 [n], the positions first .. last - 1 of the page are copied; whole pages unless part is settled.
+        first, last: int64 [n], positions first .. last - 1 of the page are copied; whole pages unless part is settled.
         staged: bool [n], goes through the staging buffer.
         weights: (head group, peer) pairs to fetch.
         weights_staged: whether the head groups go through the staging buffer.
@@ -286,9 +286,9 @@ def plan_switch(
 ) -> Planned:
     """Plan a switch to `target` with new `owners`, one a request.
 
-    Pages stay where they lie if they may. The others take slots that no page uses, where a rank has too few of those slots
-    that are only reserved, and at last slots that the switch empties. Written pages choose first, and those of one peer
-    lie together, so that they are read in long extents.
+    Pages stay where they lie if they may. The others take slots that no page uses; where a rank has too few of those,
+    slots that are only reserved; and at last slots that the switch empties. Written pages choose first, and those of
+    one peer lie together, so that they are read in long extents.
 
     Args:
         occupancy: the source state.
@@ -296,7 +296,8 @@ def plan_switch(
         owners: the owner wanted, one a request.
         geometry: the arenas.
         epoch: of the source state.
-        ahead: (request, page number) -> T slots already chosen for it, NO_SLOT where none, by a copy ahead of the commit.
+        ahead: (request, page number) -> T slots chosen for it by a copy ahead of the commit, NO_SLOT where none. They
+            must be free in the source state.
 
     Raises:
         CapacityError: the live requests do not fit in the target layout; the message has the numbers.
@@ -448,8 +449,9 @@ def _properties(manifest: Manifest, geometry: ArenaGeometry) -> Iterator[tuple[s
     yield "no request is named twice", len(set(m.requests)) == len(m.requests)
     yield "each request has all its fields", {len(m.owners), len(m.written), len(m.num_pages)} == {len(m.requests)}
     yield "owners are ranks", all(0 <= owner < ranks for owner in m.owners)
-    yield "each request has as many pages as it has written", all(
-        written >= 0 and num == -(-written // size) for written, num in zip(m.written, m.num_pages, strict=True)
+    yield (
+        "each request has as many pages as it has written",
+        all(written >= 0 and num == -(-written // size) for written, num in zip(m.written, m.num_pages, strict=True)),
     )
     entries = sum(m.num_pages) * ranks
     arrays = ((m.source_slots, 4), (m.target_slots, 4), (m.sources, 2), (m.settled, 2))
@@ -501,6 +503,7 @@ def _properties(manifest: Manifest, geometry: ArenaGeometry) -> Iterator[tuple[s
         yield f"what is staged cannot be settled, {on_rank}", not settled[copied, rank][staged].any()
         under = occupied[slots_under(geometry, np.flatnonzero(missing[:, rank]).tolist())].any()
         yield f"weights that are staged cannot be settled, {on_rank}", not (m.weights_settled[rank] and under)
-        yield f"a switch with staged copies cannot be abandoned, {on_rank}", not (
-            m.abandonable and (staged.any() or under)
+        yield (
+            f"a switch with staged copies cannot be abandoned, {on_rank}",
+            not (m.abandonable and (staged.any() or under)),
         )

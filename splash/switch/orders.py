@@ -16,7 +16,7 @@ METHODS: tuple[Method, ...] = ("auto", "precopy", "layerwise", "blocking")
 class SwitchOrder(msgspec.Struct, frozen=True, array_like=True):
     """Commit a manifest with the step that it comes with, which runs in the target layout.
 
-    `layerwise` reads each layer behind the compute of the layers before it; otherwise every layer is read before the step.
+    `layerwise` reads each layer behind the compute of those before it; otherwise all are read before the step.
     """
 
     manifest: Manifest

@@ -136,8 +136,8 @@ class Handoff:
             copied_ahead: whether all copies ahead of the commit that this rank was told to make were made.
 
         Raises:
-            SwitchError: on every rank alike, naming a rank that has another manifest or another page table, or that failed
-                to copy ahead.
+            SwitchError: on every rank alike, naming a rank that has another manifest or another page table, or that
+                failed to copy ahead.
         """
         started = time.perf_counter()
         tables = np.concatenate([own_tables[id] for id in self._manifest.requests] or [np.empty(0, dtype=np.int32)])
@@ -169,8 +169,8 @@ class Handoff:
         """Return once `layer` is in the target state on this rank and read by all.
 
         Raises:
-            SwitchError: on every rank alike, naming a rank that could not read. `recoverable` says whether the source state
-                is whole.
+            SwitchError: on every rank alike, naming a rank that could not read. `recoverable` says whether the source
+                state is whole.
         """
         if not self._any_copies:
             return

@@ -1,4 +1,4 @@
-"""Programs for `run_group` that serve a model: every rank schedules alike, and rank 0 tells the others what it sampled."""
+"""Programs for `run_group` that serve a model: every rank schedules alike, and rank 0 tells what it sampled."""
 
 from __future__ import annotations
 
