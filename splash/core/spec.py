@@ -120,6 +120,17 @@ class ModelSpec:
         """Input dim of Q-B: the q-lora rank, or the hidden size where the model has no q-lora."""
         return self.hidden_size if self.q_lora_rank is None else self.q_lora_rank
 
+    @property
+    def expanded_rows(self) -> int:
+        """Rows of one sequence from which expanded attention takes less arithmetic than absorbed.
+
+        A head and pair costs 2 (C + R) + 2 C absorbed and 2 (N + R) + 2 V expanded; expanding a key costs 2 C (N + V) a
+        head. The key count cancels: n (2 C - N - V) > C (N + V).
+        """
+        expanded = self.qk_nope_head_dim + self.v_head_dim
+        saved = 2 * self.kv_lora_rank - expanded
+        return self.kv_lora_rank * expanded // saved + 1 if saved > 0 else 1 << 62
+
     def is_moe_layer(self, layer: int) -> bool:
         """Whether `layer` routes to experts rather than through one dense MLP."""
         return self.moe is not None and layer >= self.first_dense_layers

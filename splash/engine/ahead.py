@@ -12,7 +12,7 @@ import numpy as np
 
 from splash.core.layout import Layout
 from splash.core.memory import ArenaGeometry
-from splash.core.pages import PagePool
+from splash.core.pages import PagePool, PageTable
 from splash.core.step import NO_SLOT
 from splash.switch.manifest import Manifest, Occupancy, Planned, plan_switch, rank_copies, settle, slots_under
 from splash.switch.orders import CopyAhead
@@ -21,17 +21,26 @@ from splash.switch.orders import CopyAhead
 class AheadCopies:
     """The state of one switch that copies ahead. Slots that it copies to are claimed from the serving pool.
 
+    Args:
+        switch: number of the switch.
+        target: the layout to switch to.
+        geometry: of the arenas.
+        pool: the pages that serve meanwhile.
+        step_bytes: most that a rank copies after one step.
+
     Attributes:
         kv_bytes, weight_bytes: received by each rank so far, over all layers.
     """
 
-    def __init__(self, target: Layout, geometry: ArenaGeometry, pool: PagePool, step_bytes: int) -> None:
+    def __init__(self, switch: int, target: Layout, geometry: ArenaGeometry, pool: PagePool, step_bytes: int) -> None:
+        self._switch = switch
         self._target = target
         self._geometry = geometry
         self._pool = pool
         self._step_bytes = step_bytes
         self._slots: dict[tuple[int, int], tuple[int, ...]] = {}  # (request, page) -> slot claimed on each rank
         self._covered: dict[tuple[int, int], int] = {}  # (request, page) -> positions copied
+        self._copied: dict[int, tuple[PageTable, int]] = {}  # request -> the table and owner that its copies are for
         self._weights: list[tuple[int, int, int, int]] | None = None  # (rank, head group, peer, layer) still to copy
         self._under: list[list[int]] = [[] for _ in range(geometry.ranks)]  # slots claimed under weights, by rank
         self.kv_bytes = [0] * geometry.ranks
@@ -39,7 +48,7 @@ class AheadCopies:
 
     def plan(self, occupancy: Occupancy, owners: Sequence[int], epoch: int) -> Planned:
         """The switch as it would be committed now, with what has been copied marked as settled."""
-        planned = plan_switch(occupancy, self._target, owners, self._geometry, epoch, self._chosen(occupancy))
+        planned = plan_switch(occupancy, self._target, owners, self._geometry, epoch, self._chosen(occupancy, owners))
         manifest = planned.manifest
         keys = _page_keys(manifest)
         covered = np.array([self._covered.get(key, 0) for key in keys], dtype=np.int16)
@@ -48,14 +57,24 @@ class AheadCopies:
         weights_settled = [rank not in pending for rank in range(manifest.ranks)]
         return Planned(settle(manifest, settled, weights_settled), planned.tables, planned.withheld)
 
-    def _chosen(self, occupancy: Occupancy) -> dict[tuple[int, int], tuple[int, ...]]:
-        """Give up what was claimed for requests that are gone, and return what was claimed for the others."""
-        live = {id: len(table) for id, table in zip(occupancy.requests, occupancy.tables, strict=True)}
-        gone = [key for key in self._slots if key[1] >= live.get(key[0], 0)]
-        if gone:
+    def _chosen(self, occupancy: Occupancy, owners: Sequence[int]) -> dict[tuple[int, int], tuple[int, ...]]:
+        """Give up what was claimed for requests that are gone, and return what was claimed for the others.
+
+        A request that lost its pages and has new ones, or that shall have another owner, counts as gone.
+        """
+        live = dict(zip(occupancy.requests, zip(occupancy.tables, owners, strict=True), strict=True))
+        stale = set()
+        for id, (table, owner) in self._copied.items():
+            now = live.get(id)
+            if now is None or now[0] is not table or now[1] != owner:
+                stale.add(id)
+        if stale:
+            gone = [key for key in self._slots if key[0] in stale]
             self._pool.free(_by_rank([self._slots.pop(key) for key in gone], self._geometry.ranks))
             for key in gone:
                 self._covered.pop(key, None)
+            for id in stale:
+                del self._copied[id]
         return self._slots
 
     def begin(self, planned: Planned) -> str:
@@ -93,13 +112,17 @@ class AheadCopies:
         copies = [rank_copies(manifest, self._geometry, rank) for rank in range(ranks)]
         if any(own.num_staged for own in copies):
             return None, False
-        budget = [self._step_bytes] * ranks
-        weights, done = self._next_weights(budget)
         keys, after = _page_keys(manifest), manifest.target_pT()
         before, filled = manifest.source_pT(), manifest.filled_p(self._geometry.page_size)
-        chosen: list[list[tuple[int, int, int, int, int]]] = [[] for _ in range(ranks)]
         peers, settled = manifest.peers_pT(), manifest.settled_pT()
         todo = (after != NO_SLOT) & (after != before) & (settled < filled[:, None])
+        unclaimed = todo & np.array([key not in self._slots for key in keys], dtype=bool)[:, None]
+        if not self._pool.are_free([after[unclaimed[:, rank], rank].tolist() for rank in range(ranks)]):
+            return None, False  # what is left are slots that are reserved for tokens to come
+        budget = [self._step_bytes] * ranks
+        weights, done = self._next_weights(budget)
+        chosen: list[list[tuple[int, int, int, int, int]]] = [[] for _ in range(ranks)]
+        copied = dict(zip(occupancy.requests, zip(occupancy.tables, owners, strict=True), strict=True))
         layer_token = self._geometry.kv.token_bytes * self._geometry.spec.num_layers
         for page in np.flatnonzero(todo.any(axis=1)).tolist():
             first, last = int(settled[page].max()), int(filled[page])
@@ -114,8 +137,9 @@ class AheadCopies:
                 budget[rank] -= (last - first) * layer_token
                 self.kv_bytes[rank] += 0 if local else (last - first) * layer_token
             self._covered[keys[page]] = last
+            self._copied[keys[page][0]] = copied[keys[page][0]]
         pages = tuple(np.array(own, dtype=np.int32).reshape(-1, 5).tobytes() for own in chosen)
-        return CopyAhead(pages, weights), done
+        return CopyAhead(self._switch, pages, weights), done
 
     def _next_weights(self, budget: list[int]) -> tuple[tuple[tuple[tuple[int, int, int], ...], ...], bool]:
         assert self._weights is not None, "begin() first"
@@ -146,6 +170,7 @@ class AheadCopies:
         self._pool.free(self._under)
         self._slots.clear()
         self._covered.clear()
+        self._copied.clear()
         self._under = [[] for _ in self._under]
 
 

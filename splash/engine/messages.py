@@ -1,4 +1,4 @@
-"""Messages between the launcher and its ranks: msgpack over socket pairs, and never a pickle."""
+"""Messages between the launcher and its ranks: msgpack over socket pairs."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class ModelRunner:
         self._transformer = Transformer(spec, weights, rotary, group)
         self._group = group
         self._geometry = geometry
-        self._copied_ahead = True
+        self._failed_ahead: int | None = None  # the last switch that this rank failed to copy ahead of
         self._tables = PageTables(group.size)
         self._sampler = Sampler(eos_token_ids) if group.rank == 0 else None
 
@@ -74,8 +74,8 @@ class ModelRunner:
         """Carry out `plan`, and commit the switch that comes with it.
 
         Returns:
-            on rank 0 the output, and the outcome of the switch where there is one; elsewhere the output is None. A switch
-            that fails leaves this rank as it was before the step, and there is no output anywhere.
+            on rank 0 the output, and the outcome of the switch where there is one; elsewhere the output is None. A
+            switch that fails leaves this rank as it was before the step, and there is no output anywhere.
         """
         outcome = None
         if order is None:
@@ -91,8 +91,10 @@ class ModelRunner:
         """Run `plan` in the target state of a switch. What this rank keeps changes only once every layer is there."""
         manifest = order.manifest
         handoff = Handoff(manifest, self._geometry, self._group, order.layerwise)
-        handoff.agree({request: self._tables.slots(request) for request in manifest.requests}, self._copied_ahead)
+        own_tables = {request: self._tables.slots(request) for request in manifest.requests}
+        handoff.agree(own_tables, copied_ahead=self._failed_ahead != order.switch)
         tables = PageTables(self._group.size, manifest.target_tables())
+        tables.release(plan.released)  # a request that moves may lose its pages to another in this very step
         if not (order.layerwise and plan.queries):
             handoff.complete()
             logits = self._forward(plan, tables, None)
@@ -103,7 +105,7 @@ class ModelRunner:
         return logits, SwitchOutcome("", None, True, tuple(kv_bytes), tuple(weight_bytes), exposed_s)
 
     def copy_ahead(self, order: CopyAhead) -> None:
-        """Copy what a coming switch will find in place. A failure is told at the commit, which is then refused."""
+        """Copy what a coming switch will find in place. A failure is told at its commit, which then fails."""
         try:
             copies = LayerCopies(order.rank_copies(self._group.rank), self._geometry, self._group)
             for layer in range(self._geometry.spec.num_layers):
@@ -111,7 +113,7 @@ class ModelRunner:
             for head_group, peer, layer in order.weights[self._group.rank]:
                 copy_head_group(head_group, peer, layer, self._geometry, self._group)
         except Exception:
-            self._copied_ahead = False
+            self._failed_ahead = order.switch
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor | None) -> StepOutput | None:
         if self._sampler is None:

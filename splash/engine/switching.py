@@ -10,9 +10,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from splash.core.errors import CapacityError, ConfigError, SwitchError
+from splash.core.errors import CapacityError, ConfigError
 from splash.core.layout import KV, Layout, Projections, check_layout
 from splash.core.memory import ArenaGeometry
 from splash.core.pages import HeldPages, PagePool
@@ -21,7 +21,7 @@ from splash.engine.messages import Run
 from splash.scheduler.owners import balance_owners
 from splash.scheduler.request import Rebase
 from splash.scheduler.scheduler import Scheduler
-from splash.switch.manifest import Occupancy, Planned, count, plan_switch, validate
+from splash.switch.manifest import Occupancy, Planned, count, plan_switch, rank_copies, validate
 from splash.switch.orders import METHODS, SwitchOrder, SwitchOutcome, SwitchRecord
 
 HISTORY = 1000
@@ -35,6 +35,8 @@ class _Active:
     target: Layout
     rebalance: bool
     done: Callable[[SwitchRecord], None]
+    owners: dict[int, int] = field(default_factory=dict)  # chosen so far, where the switch chooses them
+    may_copy_ahead: bool = True
     ahead: AheadCopies | None = None
     commit_next: bool = False
     before: Rebase | None = None
@@ -158,7 +160,11 @@ class Switcher:
         if not active.rebalance and (self.layout.kv is KV.REQUEST or active.target.kv is not KV.REQUEST):
             return occupancy.owners
         room = [len(self._geometry.page_slots(active.target, rank)) for rank in range(self._geometry.ranks)]
-        return tuple(balance_owners([len(table) for table in occupancy.tables], room))
+        # What was copied ahead lies with the owner that was chosen then.
+        chosen = [active.owners.get(request) for request in occupancy.requests] if active.ahead is not None else None
+        owners = balance_owners([len(table) for table in occupancy.tables], room, chosen)
+        active.owners = dict(zip(occupancy.requests, owners, strict=True))
+        return tuple(owners)
 
     def _plan(self, active: _Active) -> Planned:
         occupancy = self._occupancy()
@@ -175,44 +181,66 @@ class Switcher:
     def _start(self, active: _Active) -> None:
         """Choose the method, or see whether a switch that waits for room has it now."""
         record = active.record
+        if reason := self._never_fits(active):
+            self._end("refused", reason)
+            return
         try:
-            self._check_room(active)
             planned = self._plan(active)
         except CapacityError as error:
-            self._end("refused", str(error))
+            self._wait(active, str(error))
             return
         counts = count(planned.manifest, self._geometry)
         moves_bytes = any(counts.kv_bytes) or any(counts.weight_bytes) or any(counts.moved)
-        if record.asked in ("auto", "precopy") and moves_bytes and self._scheduler.running:
-            ahead = AheadCopies(active.target, self._geometry, self._scheduler.pool, self._step_bytes)
+        if record.asked in ("auto", "precopy") and active.may_copy_ahead and moves_bytes and self._scheduler.running:
+            ahead = AheadCopies(record.id, active.target, self._geometry, self._scheduler.pool, self._step_bytes)
             record.reason = ahead.begin(planned)
             if not record.reason:
                 record.method, record.status = "precopy", "copying"
+                self._scheduler.holds_admission = False
                 active.ahead = ahead
                 return
         record.method = record.asked if record.asked in ("layerwise", "blocking") else "layerwise"
-        staging = max(counts.staged) * self._geometry.slot_bytes
-        if staging > self._staging_bytes:
-            record.status = "waiting"
-            record.reason = (
-                f"it would stage {staging} bytes a layer, and a rank has {self._staging_bytes}; admission is held"
-            )
-            record.waited_steps += 1
-            self._scheduler.holds_admission = True
+        if shortage := self._staging_shortage(planned):
+            self._wait(active, shortage)
             return
         active.commit_next = True
 
-    def _check_room(self, active: _Active) -> None:
-        """Refuse a target in which a live request could never run to its end, even alone."""
+    def _wait(self, active: _Active, reason: str) -> None:
+        """Let running requests end, and none begin, until the switch fits. What was copied ahead is given up."""
+        if active.ahead is not None:
+            active.ahead.abandon()
+            active.ahead, active.may_copy_ahead = None, False
+        active.commit_next = False
+        active.record.status, active.record.reason = "waiting", f"{reason}; admission is held"
+        active.record.waited_steps += 1
+        self._scheduler.holds_admission = True
+
+    def _staging_shortage(self, planned: Planned) -> str:
+        """Why a rank cannot stage a layer of the switch, or an empty string."""
+        geometry = self._geometry
+        group_bytes = geometry.attention_bytes // geometry.ranks
+        needs = []
+        for rank in range(geometry.ranks):
+            copies = rank_copies(planned.manifest, geometry, rank)
+            needs.append(
+                copies.num_staged * geometry.slot_bytes + copies.weights_staged * len(copies.weights) * group_bytes
+            )
+        if max(needs) <= self._staging_bytes:
+            return ""
+        return f"it would stage {max(needs)} bytes a layer, and a rank has {self._staging_bytes}"
+
+    def _never_fits(self, active: _Active) -> str:
+        """Why a live request could never run to its end in the target, even alone, or an empty string."""
         pool = PagePool.of_geometry(self._geometry, active.target)
         page_size = self._geometry.page_size
         for request in self._scheduler.requests:
             num_pages = -(-request.max_positions // page_size)
             if not any(pool.fits_alone(owner, num_pages) for owner in range(pool.ranks)):
-                raise CapacityError(
+                return (
                     f"layout {active.target} has room for {pool.num_total} pages on the ranks, and a live request may "
                     f"grow to {num_pages} pages of {page_size} tokens"
                 )
+        return ""
 
     def _copy_ahead(self, active: _Active, ahead: AheadCopies, run: Run) -> Run:
         """Add to a step what is copied after it."""
@@ -231,11 +259,20 @@ class Switcher:
     def _commit(self, active: _Active) -> Run | None:
         """Plan the first step in the target state. None, with the switch ended, where it does not fit any more."""
         record = active.record
+        if reason := self._never_fits(active):  # a request that came since
+            self._end("refused", reason)
+            return None
         try:
             planned = self._plan(active)
             validate(planned.manifest, self._geometry)
-        except (CapacityError, ValueError) as error:
-            self._end("refused" if isinstance(error, CapacityError) else "failed", str(error))
+        except CapacityError as error:
+            self._wait(active, str(error))
+            return None
+        except ValueError as error:
+            self._end("failed", str(error))
+            return None
+        if shortage := self._staging_shortage(planned):
+            self._wait(active, shortage)
             return None
         manifest = planned.manifest
         held = {
@@ -253,7 +290,7 @@ class Switcher:
         record.pages_kept, record.pages_fetched = list(counts.kept), list(counts.fetched)
         record.pages_moved, record.pages_dropped = list(counts.moved), list(counts.dropped)
         plan = self._scheduler.schedule() or self._scheduler.schedule_empty()
-        return Run(plan, switch=SwitchOrder(manifest, layerwise=record.method == "layerwise"))
+        return Run(plan, switch=SwitchOrder(record.id, manifest, layerwise=record.method == "layerwise"))
 
     def settle(self, outcome: SwitchOutcome) -> bool:
         """Take in the outcome of the step in flight. Returns whether the step has run; if not, it is retracted here."""
@@ -263,9 +300,11 @@ class Switcher:
         if outcome.error:
             self._scheduler.retract(active.before)
             active.before = None
+            reason = outcome.error
             if not outcome.recoverable:
                 self._recompute(active)
-            self._end("failed", str(SwitchError(outcome.error)))
+                reason += "; the cache is lost, and what ran is computed again"
+            self._end("failed", reason)
             return False
         self._scheduler.pool.free([slots.tolist() for slots in active.planned.withheld])
         ahead_kv = ahead.kv_bytes if ahead is not None else [0] * self._geometry.ranks

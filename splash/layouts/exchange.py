@@ -8,6 +8,8 @@
     replicated    position    single rows: all-gather of rows     LSE-weighted reduce-scatter over rows
                               chunks: all-gather of history       nothing
 
+Where a rank has the heads and the whole history of a row, long chunks attend in the expanded form.
+
 An exchange is built once a step from the rows and used by every layer. Every rank enters every collective of its
 layout, whatever rows it has.
 """
@@ -40,6 +42,7 @@ class AttentionInputs:
         pages_SPK: this rank's cache of the layer.
         scale: softmax scale.
         value_dim: C.
+        group: the rank's device.
     """
 
     heads: Heads
@@ -48,6 +51,15 @@ class AttentionInputs:
     pages_SPK: Tensor
     scale: float
     value_dim: int
+    group: Rank
+
+    def queries(self, query_nQ: Tensor, rotary: Rotary) -> Tensor:
+        """Queries [n, h, N + R] of some rows."""
+        return self.heads.queries(query_nQ, rotary.cos, rotary.sin, self.group.kernels)
+
+    def attend(self, q_nHK: Tensor, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
+        """Absorbed attention to this rank's pages: [n, H, C] and the log-sum-exp [n, H]."""
+        return self.group.attention.attend(q_nHK, self.pages_SPK, batch, self.scale, self.value_dim)
 
 
 @dataclass(frozen=True)
@@ -71,13 +83,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def run(self, inputs: AttentionInputs) -> Tensor:
-        """Attention over the latent cache: [n, h, C] for this rank's rows and the heads of `inputs`."""
-
-    def _attend(self, inputs: AttentionInputs, q_nHK: Tensor, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
-        return self.group.attention.attend(q_nHK, inputs.pages_SPK, batch, inputs.scale, inputs.value_dim)
-
-    def _queries(self, inputs: AttentionInputs) -> Tensor:
-        return inputs.heads.queries(inputs.query_nQ, self.rotary.cos, self.rotary.sin, self.group.kernels)
+        """Attention: [n, h, V] for this rank's rows and the heads of `inputs`."""
 
 
 class Store:
@@ -128,18 +134,66 @@ def _batch(
     )
 
 
+class LocalAttention:
+    """Attention of rows whose heads and whole history are on this rank, each chunk in the form that computes less.
+
+    Args:
+        selection: the rows, in global order.
+        pages_of: (slots, page numbers) of each query's pages, in the cache that `run` is given.
+        expanded_rows: chunks of so many rows attend in the expanded form.
+    """
+
+    def __init__(
+        self,
+        rows: StepRows,
+        selection: slice,
+        pages_of: Sequence[tuple[np.ndarray, np.ndarray]],
+        expanded_rows: int,
+        group: Rank,
+    ) -> None:
+        query_n = rows.query_N[selection]
+        is_long_n = np.bincount(query_n, minlength=len(rows.queries))[query_n] >= expanded_rows
+        self._group = group
+        self._parts = []
+        for is_expanded in (False, True):
+            chosen = np.flatnonzero(is_long_n == is_expanded)
+            if len(chosen):
+                batch = _batch(rows, chosen + selection.start, pages_of)
+                index = None if len(chosen) == len(query_n) else torch.from_numpy(chosen).to(group.device)
+                self._parts.append((is_expanded, index, batch))
+
+    def run(self, inputs: AttentionInputs, q_nhd: Tensor, pages_SPK: Tensor) -> Tensor:
+        """[n, h, V] from queries [n, h, N + R] and the cache that holds their history."""
+        heads, attention = inputs.heads, self._group.attention
+        outs = []
+        for is_expanded, index, batch in self._parts:
+            q = q_nhd if index is None else q_nhd[index]
+            if is_expanded:
+                out = attention.attend_expanded(q, pages_SPK, batch, heads.kv_b, inputs.scale)
+            else:
+                latent, _ = attention.attend(heads.absorb(q), pages_SPK, batch, inputs.scale, inputs.value_dim)
+                out = heads.values(latent)
+            if index is None:
+                return out
+            outs.append((index, out))
+        values_nhV = q_nhd.new_empty(*q_nhd.shape[:2], heads.kv_b.shape[1] - heads.nope_dim)
+        for index, out in outs:
+            values_nhV[index] = out
+        return values_nhV
+
+
 class LocalExchange(Exchange):
     """Rows, the heads projected for them and their pages are on this rank already."""
 
-    def __init__(self, rows: StepRows, rotary_N: Rotary, group: Rank) -> None:
+    def __init__(self, rows: StepRows, rotary_N: Rotary, group: Rank, expanded_rows: int) -> None:
         super().__init__(rows, rotary_N, group)
         self._store = Store(rows, rows.local, group)
-        self._batch = attention_batch(rows, rows.local)
+        pages_of = [_held_pages(rows, query) for query in range(len(rows.queries))]
+        self._attention = LocalAttention(rows, rows.local, pages_of, expanded_rows, group)
 
     def run(self, inputs: AttentionInputs) -> Tensor:
         self._store(inputs.pages_SPK, inputs.latent_nK)
-        out_nhC, _ = self._attend(inputs, self._queries(inputs), self._batch)
-        return out_nhC
+        return self._attention.run(inputs, inputs.queries(inputs.query_nQ, self.rotary), inputs.pages_SPK)
 
 
 class OwnerExchange(Exchange):
@@ -158,11 +212,11 @@ class OwnerExchange(Exchange):
     def run(self, inputs: AttentionInputs) -> Tensor:
         self._store(inputs.pages_SPK, inputs.latent_nK)
         comm, ranks, own = self.group.comm, self.group.size, self._own[0]
-        q_NhK = self._queries(inputs)
+        q_NhK = inputs.heads.absorb(inputs.queries(inputs.query_nQ, self.rotary))
         q_TnhK = comm.all_to_all(q_NhK, self._by_owner, self._own).view(ranks, own, *q_NhK.shape[1:])
-        out_nHC, _ = self._attend(inputs, q_TnhK.transpose(0, 1).flatten(1, 2), self._batch)
+        out_nHC, _ = inputs.attend(q_TnhK.transpose(0, 1).flatten(1, 2), self._batch)
         out_TnhC = out_nHC.view(own, ranks, q_NhK.shape[1], inputs.value_dim).transpose(0, 1).contiguous()
-        return comm.all_to_all(out_TnhC.flatten(0, 1), self._own, self._by_owner)
+        return inputs.heads.values(comm.all_to_all(out_TnhC.flatten(0, 1), self._own, self._by_owner))
 
 
 class HeadExchange(Exchange):
@@ -175,12 +229,12 @@ class HeadExchange(Exchange):
 
     def run(self, inputs: AttentionInputs) -> Tensor:
         self._store(inputs.pages_SPK, inputs.latent_nK)
-        q_nhK = self._queries(inputs)
+        q_nhK = inputs.heads.absorb(inputs.queries(inputs.query_nQ, self.rotary))
         heads_T = [q_nhK.shape[1]] * self.group.size
         q_HnK = self.group.comm.all_gather(q_nhK.transpose(0, 1).contiguous(), heads_T)
-        out_nHC, lse_nH = self._attend(inputs, q_HnK.transpose(0, 1).contiguous(), self._batch)
+        out_nHC, lse_nH = inputs.attend(q_HnK.transpose(0, 1).contiguous(), self._batch)
         out_hnC = merge_parts(out_nHC.transpose(0, 1), lse_nH.t(), heads_T, self.group)
-        return out_hnC.transpose(0, 1)
+        return inputs.heads.values(out_hnC.transpose(0, 1))
 
 
 class PositionExchange(Exchange):
@@ -190,7 +244,7 @@ class PositionExchange(Exchange):
     are merged. Rows of chunks stay: the history that they attend to is gathered, in rank order, into a workspace.
     """
 
-    def __init__(self, rows: StepRows, rotary_N: Rotary, group: Rank) -> None:
+    def __init__(self, rows: StepRows, rotary_N: Rotary, group: Rank, expanded_rows: int) -> None:
         super().__init__(rows, rotary_N, group)
         own = rows.own
         home_N = np.repeat(np.arange(rows.ranks), rows.counts_T)
@@ -207,9 +261,9 @@ class PositionExchange(Exchange):
         self._has_chunks = len(singles) < len(home_N)
         if self._has_chunks:
             self._chunk_store = Store(rows, chunk, group)
-            self._plan_history(rows, chunk, group)
+            self._plan_history(rows, chunk, group, expanded_rows)
 
-    def _plan_history(self, rows: StepRows, chunk: slice, group: Rank) -> None:
+    def _plan_history(self, rows: StepRows, chunk: slice, group: Rank, expanded_rows: int) -> None:
         holders, owned = [], []
         chunk_queries = [query for query in range(len(rows.queries)) if len(rows.queries[query].tokens) > 1]
         for query in chunk_queries:
@@ -229,7 +283,7 @@ class PositionExchange(Exchange):
             pages_of[query] = (place[start : start + len(holder_c)], np.arange(len(holder_c)))
             start += len(holder_c)
         self._owned_slots = torch.from_numpy(np.concatenate(owned).astype(np.int64)).to(group.device)
-        self._chunk_batch = _batch(rows, chunk, pages_of)
+        self._chunk_attention = LocalAttention(rows, chunk, pages_of, expanded_rows, group)
 
     def run(self, inputs: AttentionInputs) -> Tensor:
         n = self._num_chunk
@@ -244,19 +298,16 @@ class PositionExchange(Exchange):
         self._chunk_store(inputs.pages_SPK, inputs.latent_nK[:n])
         history = self.group.comm.all_gather(inputs.pages_SPK[self._owned_slots], self._page_counts)
         rotary = self.rotary[:n]
-        q_nHK = inputs.heads.queries(inputs.query_nQ[:n], rotary.cos, rotary.sin, self.group.kernels)
-        out_nHC, _ = self.group.attention.attend(q_nHK, history, self._chunk_batch, inputs.scale, inputs.value_dim)
-        return out_nHC
+        return self._chunk_attention.run(inputs, inputs.queries(inputs.query_nQ[:n], rotary), history)
 
     def _run_singles(self, inputs: AttentionInputs, n: int) -> Tensor:
         width = inputs.query_nQ.shape[1]
         sent = torch.cat((inputs.query_nQ[n:], inputs.latent_nK[n:]), dim=1)
         rows = self.group.comm.all_gather(sent, self._single_counts)
         self._single_store(inputs.pages_SPK, rows[:, width:])
-        rotary = self._single_rotary
-        q_nHK = inputs.heads.queries(rows[:, :width], rotary.cos, rotary.sin, self.group.kernels)
-        out_nHC, lse_nH = self._attend(inputs, q_nHK, self._single_batch)
-        return merge_parts(out_nHC, lse_nH, self._single_counts, self.group)
+        q_nHK = inputs.heads.absorb(inputs.queries(rows[:, :width], self._single_rotary))
+        out_nHC, lse_nH = inputs.attend(q_nHK, self._single_batch)
+        return inputs.heads.values(merge_parts(out_nHC, lse_nH, self._single_counts, self.group))
 
 
 def merge_parts(out_aC: Tensor, lse_a: Tensor, counts: Sequence[int], group: Rank) -> Tensor:
@@ -276,11 +327,16 @@ def merge_parts(out_aC: Tensor, lse_a: Tensor, counts: Sequence[int], group: Ran
     return group.comm.reduce_scatter(weighted.contiguous(), counts)
 
 
-def make_exchange(layout: Layout, rows: StepRows, rotary_N: Rotary, group: Rank) -> Exchange:
-    """The exchange that a layout's placements call for."""
+def make_exchange(layout: Layout, rows: StepRows, rotary_N: Rotary, group: Rank, expanded_rows: int) -> Exchange:
+    """The exchange that a layout's placements call for.
+
+    `expanded_rows` is the length from which a chunk attends in the expanded form where it can.
+    """
     sharded = layout.projections is Projections.SHARDED
     if layout.kv is KV.POSITION:
-        return (HeadExchange if sharded else PositionExchange)(rows, rotary_N, group)
+        if sharded:
+            return HeadExchange(rows, rotary_N, group)
+        return PositionExchange(rows, rotary_N, group, expanded_rows)
     if layout.kv is KV.REQUEST and sharded:
         return OwnerExchange(rows, rotary_N, group)
-    return LocalExchange(rows, rotary_N, group)
+    return LocalExchange(rows, rotary_N, group, expanded_rows)

@@ -1,7 +1,9 @@
-"""Absorbed multi-head latent attention, the parts that a rank computes by itself.
+"""Multi-head latent attention, the parts that a rank computes by itself.
 
-With W_UK and W_UV the halves of KV-B, a head's score is q_nope . (W_UK c) = (q_nope W_UK) . c, so queries are moved
-into the latent space once and every head attends to the same cached [latent | rotary key] (DeepSeek-V2, section 2.1.3).
+With W_UK and W_UV the halves of KV-B, a head's score is q_nope . (W_UK c) = (q_nope W_UK) . c (DeepSeek-V2, section
+2.1.3). So attention has two forms. *Absorbed*: queries are moved into the latent space once, and every head attends to
+the same cached [latent | rotary key]. *Expanded*: the history's keys and values are computed from the latents, and each
+head attends to its own. Absorbed reads and computes less for few rows, expanded computes less for many.
 """
 
 from __future__ import annotations
@@ -22,26 +24,33 @@ class Heads:
 
     Attributes:
         q_b: [h, N + R, Q]; Q is the hidden size where the model has no q-lora.
-        w_uk: [h, N, C].
-        w_uv: [h, V, C].
+        kv_b: [h, N + V, C], each head's W_UK and then its W_UV.
         o: [h * V, D].
+        nope_dim: N.
     """
 
     q_b: Tensor
-    w_uk: Tensor
-    w_uv: Tensor
+    kv_b: Tensor
     o: Tensor
+    nope_dim: int
 
     def queries(self, x_nQ: Tensor, cos_nR: Tensor, sin_nR: Tensor, kernels: Kernels) -> Tensor:
-        """Absorbed queries [n, h, K] of rows with Q-B input `x_nQ`."""
+        """Queries [n, h, N + R], rotated, of rows with Q-B input `x_nQ`."""
         num_heads, head_dim, _ = self.q_b.shape
-        nope_dim = self.w_uk.shape[1]
         q_nhd = (x_nQ @ self.q_b.flatten(0, 1).t()).view(-1, num_heads, head_dim)
-        latent_hnC = torch.bmm(q_nhd[..., :nope_dim].transpose(0, 1), self.w_uk)
-        rotary_nhR = kernels.rotate(q_nhd[..., nope_dim:], cos_nR, sin_nR)
-        return torch.cat((latent_hnC.transpose(0, 1), rotary_nhR), dim=-1)
+        rotary_nhR = kernels.rotate(q_nhd[..., self.nope_dim :], cos_nR, sin_nR)
+        return torch.cat((q_nhd[..., : self.nope_dim], rotary_nhR), dim=-1)
 
-    def output(self, out_nhC: Tensor) -> Tensor:
-        """[n, D] from attention in the latent space; partial unless these are all the heads."""
-        out_hnV = torch.bmm(out_nhC.transpose(0, 1), self.w_uv.transpose(1, 2))
-        return out_hnV.transpose(0, 1).flatten(1) @ self.o
+    def absorb(self, q_nhd: Tensor) -> Tensor:
+        """Queries [n, h, N + R] moved into the latent space: [n, h, C + R]."""
+        latent_hnC = torch.bmm(q_nhd[..., : self.nope_dim].transpose(0, 1), self.kv_b[:, : self.nope_dim])
+        return torch.cat((latent_hnC.transpose(0, 1), q_nhd[..., self.nope_dim :]), dim=-1)
+
+    def values(self, out_nhC: Tensor) -> Tensor:
+        """Attention in the latent space moved out of it: [n, h, C] -> [n, h, V]."""
+        w_uv_hCV = self.kv_b[:, self.nope_dim :].transpose(1, 2)
+        return torch.bmm(out_nhC.transpose(0, 1), w_uv_hCV).transpose(0, 1)
+
+    def output(self, values_nhV: Tensor) -> Tensor:
+        """[n, D]; partial unless these are all the heads."""
+        return values_nhV.flatten(1) @ self.o

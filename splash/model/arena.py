@@ -35,12 +35,11 @@ class LayerArena:
         self._own = self._heads(slice(share * rank, share * (rank + 1))) if heads % geometry.ranks == 0 else None
 
     def _heads(self, heads: slice) -> Heads:
-        kv_b = self.modules["kv_b"][heads]
         return Heads(
             q_b=self.modules["q_b"][heads],
-            w_uk=kv_b[:, : self._nope_dim],
-            w_uv=kv_b[:, self._nope_dim :],
+            kv_b=self.modules["kv_b"][heads],
             o=self.modules["o"][heads].flatten(0, 1),
+            nope_dim=self._nope_dim,
         )
 
     def heads(self, layout: Layout) -> Heads:

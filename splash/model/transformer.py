@@ -45,7 +45,7 @@ class Transformer:
         group, layout = self._group, rows.layout
         positions = torch.from_numpy(rows.positions_N).to(group.device)
         rotary = Rotary(self._rotary.cos[positions], self._rotary.sin[positions])
-        exchange = make_exchange(layout, rows, rotary, group)
+        exchange = make_exchange(layout, rows, rotary, group, self._spec.expanded_rows)
         x_nD = self._embed(rows)
         for number, layer in enumerate(self._weights.layers):
             if arrive is not None:
@@ -92,7 +92,7 @@ class Transformer:
         latent = kernels.rms_norm(kv[:, : spec.kv_lora_rank], layer.kv_a_norm, LATENT_NORM_EPS)
         key = kernels.rotate(kv[:, spec.kv_lora_rank :], exchange.rotary.cos, exchange.rotary.sin)
         heads = layer.arena.heads(rows.layout)
-        out_nhC = exchange.run(
+        values_nhV = exchange.run(
             AttentionInputs(
                 heads=heads,
                 query_nQ=query,
@@ -100,9 +100,10 @@ class Transformer:
                 pages_SPK=layer.arena.pages_SPK,
                 scale=spec.softmax_scale,
                 value_dim=spec.kv_lora_rank,
+                group=self._group,
             )
         )
-        return heads.output(out_nhC)
+        return heads.output(values_nhV)
 
     def _logits(self, x_nD: Tensor, rows: StepRows) -> Tensor | None:
         """Final norm and LM head of the sampled rows only; every rank scores its share of the vocabulary."""

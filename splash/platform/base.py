@@ -156,6 +156,28 @@ class AttentionBackend(ABC):
             A row that sees nothing gives out = 0 and lse = -inf.
         """
 
+    @abstractmethod
+    def attend_expanded(
+        self,
+        q_nHd: torch.Tensor,
+        pages_SPK: torch.Tensor,
+        batch: AttentionBatch,
+        kv_b_HEC: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """The same attention with each head's keys and values computed from the latents; cheaper for many rows.
+
+        Args:
+            q_nHd: [n, H, N + R], queries before absorption.
+            pages_SPK: [S, P, C + R], the cache.
+            batch: which rows see which pages; every row sees something.
+            kv_b_HEC: [H, N + V, C], which makes a head's N key dims and V value dims from a latent.
+            scale: softmax scale.
+
+        Returns:
+            [n, H, V] in q's dtype.
+        """
+
 
 class Kernels(ABC):
     """Fused operations around attention. All are pure functions of their tensors unless they say otherwise."""

@@ -11,17 +11,27 @@ from collections.abc import Sequence
 from splash.core.pages import PagePool
 
 
-def balance_owners(pages: Sequence[int], capacity: Sequence[int]) -> list[int]:
+def balance_owners(
+    pages: Sequence[int], capacity: Sequence[int], chosen: Sequence[int | None] | None = None
+) -> list[int]:
     """An owner for each of many requests at once: the largest first, each to the rank with the fewest pages so far.
 
     Args:
         pages: pages of each request.
         capacity: pages that each rank has room for; a rank that a request no longer fits on is passed over while
             another has room.
+        chosen: owners chosen before, None where there is none. They stand as long as they have room.
     """
     load = [0] * len(capacity)
     owners = [0] * len(pages)
-    for index in sorted(range(len(pages)), key=lambda index: (-pages[index], index)):
+    left = []
+    for index, owner in enumerate(chosen or [None] * len(pages)):
+        if owner is not None and load[owner] + pages[index] <= capacity[owner]:
+            owners[index] = owner
+            load[owner] += pages[index]
+        else:
+            left.append(index)
+    for index in sorted(left, key=lambda index: (-pages[index], index)):
         roomy = [rank for rank, room in enumerate(capacity) if load[rank] + pages[index] <= room]
         owner = min(roomy or range(len(capacity)), key=lambda rank: (load[rank], rank))
         owners[index] = owner

@@ -54,6 +54,7 @@ class Scheduler:
         self._running: list[Request] = []  # by arrival
         self._tokens = [0] * pool.ranks  # of running requests, by owner
         self._in_flight: StepPlan | None = None
+        self._pool_before: PagePool | None = None  # what `retract` would go back to
         self._aborted_in_flight: list[Request] = []
         self._released: list[int] = []  # for the next plan, as the following one
         self._finished: list[int] = []
@@ -145,7 +146,10 @@ class Scheduler:
                 new.append(admitted.new)
             budget -= self._schedule_chunk(admitted, budget, rows)
         if not self._running:
-            assert not self._requests or self.holds_admission, "a request waits for pages that nobody holds"
+            unused = self.pool.num_free == self.pool.num_total  # a switch under way may hold pages of its own
+            assert not self._requests or self.holds_admission or not unused, (
+                "a request waits for pages that nobody holds"
+            )
             return None
         return self._plan(rows, new)
 
@@ -176,6 +180,7 @@ class Scheduler:
         assert plan is not None and (output.step, output.epoch) == (plan.step, plan.epoch), "not the step in flight"
         assert output.requests == tuple([query.request for query in plan.queries if query.sample])
         self._in_flight = None
+        self._pool_before = None
         progress = []
         retired = self._aborted_in_flight
         self._aborted_in_flight = []
@@ -211,6 +216,7 @@ class Scheduler:
         """
         assert self._in_flight is None, "a step is in flight"
         before = Rebase(self.pool, tuple((request, request.held, request.num_computed) for request in self._running))
+        self._pool_before = self.pool
         self.pool = pool
         self.epoch += 1
         for request in self._running:
@@ -227,6 +233,7 @@ class Scheduler:
         plan = self._in_flight
         assert plan is not None, "the step after a rebase is in flight"
         self._in_flight = None
+        self._pool_before = None
         self.pool = before.pool
         self.epoch -= 1
         unheard = {new.id for new in plan.new}
@@ -278,15 +285,19 @@ class Scheduler:
         return -(-num_positions // self.config.page_size)
 
     def _check_capacity(self, request: Request) -> None:
-        """Refuse a request that would never fit, even alone."""
+        """Refuse a request that would never fit, even alone, now or if the step in flight is retracted."""
+        for pool in (self.pool, self._pool_before):
+            if pool is not None:
+                self._check_fits(request, pool)
 
+    def _check_fits(self, request: Request, pool: PagePool) -> None:
         def fits(num_positions: int) -> bool:
             num_pages = self._num_pages(num_positions)
-            return any(self.pool.fits_alone(owner, num_pages) for owner in range(self.pool.ranks))
+            return any(pool.fits_alone(owner, num_pages) for owner in range(pool.ranks))
 
         if fits(request.max_positions):
             return
-        pool, page_size = self.pool, self.config.page_size
+        page_size = self.config.page_size
         room = f"the {pool.num_total} pages of {page_size} tokens that the ranks have in layout {pool.layout}"
         if not fits(request.num_prompt):
             raise RequestError("prompt", f"has {request.num_prompt} tokens, too many for {room}")

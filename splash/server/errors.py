@@ -174,9 +174,11 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         case 404:
             return ApiError(404, f"unknown request URL: {where}", code="unknown_url").response()
         case 405:
-            allowed = (error.headers or {}).get("Allow", "")
+            # The exception knows one route only, and a URL may have several.
+            methods = request.app.openapi()["paths"].get(request.url.path, {})
+            allowed = ", ".join(map(str.upper, methods)) or (error.headers or {}).get("Allow", "")
             message = f"method not allowed: {where}; allowed is {allowed}"
-            return ApiError(405, message, code="method_not_allowed", headers=error.headers).response()
+            return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed}).response()
     return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
 
 

@@ -44,9 +44,10 @@ def layout_router(service: Service) -> APIRouter:
 
     @router.post("/layout")
     async def switch_layout(body: LayoutRequest, request: Request) -> Response:
-        """Change the layout while requests run. Answers once the switch has ended; a client that leaves does not end it."""
+        """Change the layout while requests run. Answers once the switch has ended."""
         service.check_ready()
         try:
+            # A client that leaves does not end the switch: the engine serves others too.
             switching = engine.switch(body.layout, body.method, rebalance=body.rebalance)
             record = await unless_client_leaves(request.receive, switching)
         except ConfigError as error:

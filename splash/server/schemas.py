@@ -1,4 +1,4 @@
-"""What clients may send: the OpenAI API's parameters that SPLASH serves, vLLM's extra sampling parameters, and switches.
+"""What clients may send: the OpenAI API's parameters that SPLASH serves, vLLM's extra sampling parameters, switches.
 
 A parameter that is null counts as absent. Unknown parameters are refused, except `IGNORED`, which change nothing in
 the answer, and those of `NEUTRAL` whose value asks for nothing.

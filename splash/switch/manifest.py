@@ -23,12 +23,13 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from splash.core.diff import NO_SOURCE, Diff, diff_blocks
+from splash.core.diff import NO_SOURCE, diff_blocks
 from splash.core.errors import CapacityError
 from splash.core.layout import KV, LAYOUTS, Layout, Projections, parse_layout
 from splash.core.memory import ArenaGeometry
@@ -205,28 +206,24 @@ def rank_copies(manifest: Manifest, geometry: ArenaGeometry, rank: int) -> RankC
 def count(manifest: Manifest, geometry: ArenaGeometry) -> SwitchCounts:
     """What the manifest does, by rank, counting pages and weights that were copied ahead as well."""
     before, after = manifest.source_pT(), manifest.target_pT()
-    held, wanted = before != NO_SLOT, after != NO_SLOT
-    fetched = (wanted & ~held).sum(axis=0)
-    groups = [sum(sources[rank] != NO_SOURCE for sources in manifest.weight_sources) for rank in range(manifest.ranks)]
-    layers = geometry.spec.num_layers
-    group_bytes = geometry.attention_bytes // geometry.ranks
-    staged = []
+    held, wanted, elsewhere = before != NO_SLOT, after != NO_SLOT, before != after
+    groups = np.array(manifest.weight_sources) != NO_SOURCE
+    copied, staged = wanted & elsewhere, []
     for rank in range(manifest.ranks):
         _, alive = _alive(before[:, rank], _page_flags(geometry, parse_layout(manifest.source), rank))
-        copied = after[:, rank][wanted[:, rank] & (after[:, rank] != before[:, rank])]
-        staged.append(int(alive[copied].sum()))
+        staged.append(int(np.count_nonzero(alive[after[:, rank]] & copied[:, rank])))
 
-    def ints(values: npt.ArrayLike) -> tuple[int, ...]:
-        return tuple(int(value) for value in np.asarray(values))
+    def by_rank(flags: Flags, size: int = 1) -> tuple[int, ...]:
+        return tuple(size * num for num in np.count_nonzero(flags, axis=0).tolist())
 
     return SwitchCounts(
-        kept=ints((held & wanted & (before == after)).sum(axis=0)),
-        fetched=ints(fetched),
-        moved=ints((held & wanted & (before != after)).sum(axis=0)),
-        dropped=ints((held & ~wanted).sum(axis=0)),
-        staged=ints(staged),
-        kv_bytes=ints(fetched * geometry.slot_bytes * layers),
-        weight_bytes=ints(np.asarray(groups) * group_bytes * layers),
+        kept=by_rank(held & wanted & ~elsewhere),
+        fetched=by_rank(wanted & ~held),
+        moved=by_rank(held & wanted & elsewhere),
+        dropped=by_rank(held & ~wanted),
+        staged=tuple(staged),
+        kv_bytes=by_rank(wanted & ~held, geometry.slot_bytes * geometry.spec.num_layers),
+        weight_bytes=by_rank(groups, geometry.attention_bytes // geometry.ranks * geometry.spec.num_layers),
     )
 
 
@@ -236,18 +233,22 @@ def _numbers(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return numbers
 
 
-def _alive(written_slots: Slots, may_hold_pages: Flags) -> tuple[Flags, Flags]:
+def _alive(written_slots: npt.NDArray[np.integer[Any]], may_hold_pages: Flags) -> tuple[Flags, Flags]:
     """Two bool [slots] of one rank in the source layout: a written page lies there; that, or weights."""
-    occupied = np.zeros(len(may_hold_pages), dtype=bool)
-    occupied[written_slots[written_slots != NO_SLOT]] = True
+    occupied = _flags(written_slots, len(may_hold_pages))
     return occupied, occupied | ~may_hold_pages
+
+
+def _flags(slots: npt.NDArray[np.integer[Any]], num_slots: int) -> Flags:
+    """bool [num_slots]: which slots are in `slots`. NO_SLOT is -1, and names one flag too many, which is cut off."""
+    flags = np.zeros(num_slots + 1, dtype=bool)
+    flags[slots.astype(np.int64, copy=False)] = True  # numpy takes other integers half as fast
+    return flags[:-1]
 
 
 def _page_flags(geometry: ArenaGeometry, layout: Layout, rank: int) -> Flags:
     """bool [slots]: the slot of `rank` may hold a page in `layout`."""
-    flags = np.zeros(geometry.num_slots, dtype=bool)
-    flags[geometry.page_slots(layout, rank)] = True
-    return flags
+    return _flags(geometry.page_slots(layout, rank), geometry.num_slots)
 
 
 def slots_under(geometry: ArenaGeometry, groups: Sequence[int]) -> npt.NDArray[np.intp]:
@@ -306,39 +307,33 @@ def plan_switch(
     lengths = np.array([len(table) for table in occupancy.tables], dtype=np.int64)
     before_pT = np.concatenate([table.slots_cT for table in occupancy.tables] or [np.empty((0, ranks), dtype=np.int32)])
     numbers = _numbers(lengths)
-    written = numbers < np.repeat(-(-np.array(occupancy.written, dtype=np.int64) // page_size), lengths)
+    rows = np.flatnonzero(numbers < np.repeat(-(-np.array(occupancy.written, dtype=np.int64) // page_size), lengths))
     old = State(occupancy.layout, ranks, numbers, np.repeat(np.array(occupancy.owners, dtype=np.int64), lengths))
     new = State(target, ranks, numbers, np.repeat(np.array(owners, dtype=np.int64), lengths))
     assert (old.page_holders == (before_pT != NO_SLOT)).all(), "page tables do not lie as their layout says"
-    moves = Diff(
-        diff_blocks(old.weight_holders, new.weight_holders),
-        diff_blocks(old.page_holders[written], new.page_holders[written]),
-    )
-    # A rank's column is worked on many times; in rows of ranks it would be scattered.
-    before_Tp = np.ascontiguousarray(before_pT.T)
-    wanted_Tp = np.ascontiguousarray(new.page_holders.T)
-    source_Tp = np.full((ranks, len(numbers)), ranks, dtype=np.int16)
-    source_Tp[:, written] = moves.pages.fetch_source.T
-    rows, chosen_nT = _chosen_ahead(occupancy, lengths, ranks, ahead or {})
-    after_Tp = np.empty_like(before_Tp)
+    weights = diff_blocks(old.weight_holders, new.weight_holders)
+    pages = diff_blocks(old.page_holders.take(rows, axis=0), new.page_holders.take(rows, axis=0))
+    source_slots = before_pT.take(rows, axis=0)
+    ahead_rows, ahead_nT = _chosen_ahead(occupancy, lengths, ranks, ahead or {})
+    after_pT = np.empty_like(before_pT)
     withheld, abandonable = [], True
     for rank in range(ranks):
         usable = _page_flags(geometry, target, rank)
-        num_wanted, room = int(np.count_nonzero(wanted_Tp[rank])), int(np.count_nonzero(usable))
+        wanted = np.ascontiguousarray(new.page_holders[:, rank])
+        num_wanted, room = np.count_nonzero(wanted), np.count_nonzero(usable)
         if num_wanted > room:
-            raise CapacityError(
-                f"layout {target} has room for {room} pages on rank {rank}, and the live requests need {num_wanted}"
-            )
-        before, after = before_Tp[rank], after_Tp[rank]
-        occupied, alive = _alive(before[written], _page_flags(geometry, occupancy.layout, rank))
-        after[:] = NO_SLOT
-        chosen = wanted_Tp[rank, rows] & (chosen_nT[:, rank] != NO_SLOT)
-        after[rows[chosen]] = chosen_nT[chosen, rank]
-        kept_back, overwrites = _place(before, after, wanted_Tp[rank], source_Tp[rank], usable, alive)
+            text = f"layout {target} has room for {room} pages on rank {rank}, and the live requests need {num_wanted}"
+            raise CapacityError(text)
+        before, after = before_pT[:, rank].astype(np.int64), np.full(len(numbers), NO_SLOT, dtype=np.int64)
+        source = np.full(len(numbers), ranks, dtype=np.int16)
+        source[rows] = pages.fetch_source[:, rank]
+        after[ahead_rows] = np.where(wanted[ahead_rows], ahead_nT[:, rank], NO_SLOT)
+        occupied, alive = _alive(source_slots[:, rank], _page_flags(geometry, occupancy.layout, rank))
+        kept_back, overwrites = _place(before, after, wanted, source, usable, alive)
+        after_pT[:, rank] = after
         withheld.append(kept_back)
-        groups = np.flatnonzero(moves.weights.fetch[:, rank]).tolist()
+        groups = np.flatnonzero(weights.fetch[:, rank]).tolist()
         abandonable &= not overwrites and not occupied[slots_under(geometry, groups)].any()
-    after_pT = np.ascontiguousarray(after_Tp.T)
     ends = np.cumsum(lengths)
     manifest = Manifest(
         epoch=epoch,
@@ -348,17 +343,15 @@ def plan_switch(
         owners=tuple(int(owner) for owner in owners),
         written=occupancy.written,
         num_pages=tuple(-(-num // page_size) for num in occupancy.written),
-        source_slots=before_pT[written].tobytes(),
-        target_slots=after_pT[written].tobytes(),
-        sources=moves.pages.fetch_source.tobytes(),
-        settled=bytes(moves.pages.fetch_source.nbytes),
-        weight_sources=tuple(tuple(row) for row in moves.weights.fetch_source.tolist()),
+        source_slots=source_slots.tobytes(),
+        target_slots=after_pT.take(rows, axis=0).tobytes(),
+        sources=pages.fetch_source.tobytes(),
+        settled=bytes(pages.fetch_source.nbytes),
+        weight_sources=tuple(tuple(row) for row in weights.fetch_source.tolist()),
         weights_settled=(False,) * ranks,
         abandonable=abandonable,
     )
-    tables = {
-        id: after_pT[end - length : end] for id, length, end in zip(occupancy.requests, lengths, ends, strict=True)
-    }
+    tables = {id: after_pT[end - n : end] for id, n, end in zip(occupancy.requests, lengths, ends, strict=True)}
     return Planned(manifest, tables, tuple(kept_back[: len(kept_back) * abandonable] for kept_back in withheld))
 
 
@@ -366,15 +359,21 @@ def _chosen_ahead(
     occupancy: Occupancy, lengths: npt.NDArray[np.int64], ranks: int, ahead: Mapping[tuple[int, int], Sequence[int]]
 ) -> tuple[npt.NDArray[np.int64], Slots]:
     """The rows [n] of pages with slots chosen, and these [n, T]."""
-    firsts = dict(zip(occupancy.requests, (np.cumsum(lengths) - lengths).tolist(), strict=True))
-    sizes = dict(zip(occupancy.requests, lengths.tolist(), strict=True))
-    assert all(0 <= number < sizes.get(id, 0) for id, number in ahead), "slots were chosen for a page that is not there"
-    rows = np.array([firsts[id] + number for id, number in ahead], dtype=np.int64)
+    ends = np.cumsum(lengths).tolist()
+    rows_of = {id: range(end - n, end) for id, n, end in zip(occupancy.requests, lengths.tolist(), ends, strict=True)}
+    there = all(0 <= number < len(rows_of.get(id, ())) for id, number in ahead)
+    assert there, "slots were chosen for a page that is not there"
+    rows = np.array([rows_of[id][number] for id, number in ahead], dtype=np.int64)
     return rows, np.array(list(ahead.values()), dtype=np.int32).reshape(-1, ranks)
 
 
 def _place(
-    before: Slots, after: Slots, wanted: Flags, source: npt.NDArray[np.int16], usable: Flags, alive: Flags
+    before: npt.NDArray[np.int64],
+    after: npt.NDArray[np.int64],
+    wanted: Flags,
+    source: npt.NDArray[np.int16],
+    usable: Flags,
+    alive: Flags,
 ) -> tuple[npt.NDArray[np.intp], bool]:
     """Choose one rank's slots after the switch.
 
@@ -389,15 +388,13 @@ def _place(
     Returns:
         The slots to withhold until the commit, and whether a page took a slot in which something is alive.
     """
-    in_use = alive.copy()
-    in_use[before[before != NO_SLOT]] = True
+    in_use = alive | _flags(before, len(usable))
     ahead = after[after != NO_SLOT]
     assert usable[ahead].all() and not in_use[ahead].any(), "a slot that was chosen ahead is not free"
-    stays = np.flatnonzero(wanted & (before != NO_SLOT) & (after == NO_SLOT))
-    stays = stays[usable[before[stays]]]
-    after[stays] = before[stays]
-    free = usable.copy()
-    free[after[after != NO_SLOT]] = False
+    # NO_SLOT, -1, reads the last flag here: a page that is not held does not stay, whatever that is.
+    stays = wanted & (before != NO_SLOT) & (after == NO_SLOT) & usable[before]
+    np.copyto(after, before, where=stays)
+    free = usable & ~_flags(after, len(usable))
     homeless = np.flatnonzero(wanted & (after == NO_SLOT))
     homeless = homeless[np.argsort(source[homeless], kind="stable")]
     overwrites = False
@@ -439,7 +436,7 @@ def validate(manifest: Manifest, geometry: ArenaGeometry) -> None:
 
 
 def _properties(manifest: Manifest, geometry: ArenaGeometry) -> Iterator[tuple[str, bool]]:
-    """What must hold, and whether it does; later ones make sense only where the earlier ones hold."""
+    """What must hold, and whether it does. Later ones make sense only where earlier ones hold."""
     m, ranks, size = manifest, geometry.ranks, geometry.page_size
     yield "both layouts exist", m.source in LAYOUTS and m.target in LAYOUTS
     source, target = parse_layout(m.source), parse_layout(m.target)
@@ -449,16 +446,14 @@ def _properties(manifest: Manifest, geometry: ArenaGeometry) -> Iterator[tuple[s
     yield "no request is named twice", len(set(m.requests)) == len(m.requests)
     yield "each request has all its fields", {len(m.owners), len(m.written), len(m.num_pages)} == {len(m.requests)}
     yield "owners are ranks", all(0 <= owner < ranks for owner in m.owners)
-    yield (
-        "each request has as many pages as it has written",
-        all(written >= 0 and num == -(-written // size) for written, num in zip(m.written, m.num_pages, strict=True)),
-    )
+    pages = zip(m.written, m.num_pages, strict=True)
+    exact = all(written >= 0 and num == -(-written // size) for written, num in pages)
+    yield "each request has as many pages as it has written", exact
     entries = sum(m.num_pages) * ranks
     arrays = ((m.source_slots, 4), (m.target_slots, 4), (m.sources, 2), (m.settled, 2))
     yield "arrays have an entry a page and rank", all(len(array) == entries * width for array, width in arrays)
     before, after, peers, settled = m.source_pT(), m.target_pT(), m.peers_pT(), m.settled_pT()
     held, wanted = before != NO_SLOT, after != NO_SLOT
-
     lengths = np.array(m.num_pages, dtype=np.int64)
     numbers = _numbers(lengths)
     owners = np.repeat(np.array(m.owners, dtype=np.int64), lengths)
@@ -469,14 +464,11 @@ def _properties(manifest: Manifest, geometry: ArenaGeometry) -> Iterator[tuple[s
     holders = page_holders(numbers, owners, source, ranks)
     yield "pages are held where the source layout has them", np.array_equal(held, holders)
     fetched = wanted & ~held
-    yield "a page that is fetched has a source", bool(((peers[fetched] >= 0) & (peers[fetched] < ranks)).all())
-    rows, columns = np.nonzero(fetched)
-    yield "nothing that is resident or unwanted is fetched", bool((peers[~fetched] == NO_SOURCE).all())
-    yield "a source holds what it is asked for", bool(held[rows, peers[rows, columns]].all())
-    yield (
-        "no more of a page is settled than is written",
-        bool((settled >= 0).all() and (settled <= m.filled_p(size)[:, None]).all()),
-    )
+    yield "a page that is fetched has a source", _all_within(np.where(fetched, peers, 0), 0, ranks - 1)
+    yield "nothing that is resident or unwanted is fetched", bool(((peers == NO_SOURCE) | fetched).all())
+    peer_holds = held.ravel()[np.arange(0, held.size, ranks)[:, None] + peers] if held.size else held
+    yield "a source holds what it is asked for", bool((peer_holds | ~fetched).all())
+    yield "no more of a page is settled than is written", _all_within(settled, 0, m.filled_p(size)[:, None])
 
     groups = np.array(m.weight_sources, dtype=np.int64)
     yield "weights have an entry a head group and rank", groups.shape == (ranks, ranks)
@@ -484,26 +476,24 @@ def _properties(manifest: Manifest, geometry: ArenaGeometry) -> Iterator[tuple[s
     yield "head groups that are missing are fetched, and no others", np.array_equal(groups != NO_SOURCE, missing)
     rows, columns = np.nonzero(missing)
     peer = groups[rows, columns]
-    yield "head groups are fetched from ranks", bool(((peer >= 0) & (peer < ranks)).all())
+    yield "head groups are fetched from ranks", _all_within(peer, 0, ranks - 1)
     yield "a source holds the head group it is asked for", bool(weight_holders(source, ranks)[rows, peer].all())
 
-    for rank in range(ranks):
+    before_Tp, after_Tp = before.T.astype(np.int64, order="C"), after.T.astype(np.int64, order="C")
+    for rank, (old, new) in enumerate(zip(before_Tp, after_Tp, strict=True)):
         on_rank = f"on rank {rank}"
-        for when, layout, slots in (("before", source, before), ("after", target, after)):
-            used = slots[:, rank][slots[:, rank] != NO_SLOT]
-            inside = bool(((used >= 0) & (used < geometry.num_slots)).all())
-            yield f"pages lie inside the arena {when}, {on_rank}", inside
-            yield f"no page lies on weights {when}, {on_rank}", bool(_page_flags(geometry, layout, rank)[used].all())
-            taken = np.zeros(geometry.num_slots, dtype=bool)
-            taken[used] = True
-            yield f"no slot has two pages {when}, {on_rank}", int(np.count_nonzero(taken)) == len(used)
-        occupied, alive = _alive(before[:, rank], _page_flags(geometry, source, rank))
-        copied = wanted[:, rank] & (after[:, rank] != before[:, rank])
-        staged = alive[after[copied, rank]]
-        yield f"what is staged cannot be settled, {on_rank}", not settled[copied, rank][staged].any()
-        under = occupied[slots_under(geometry, np.flatnonzero(missing[:, rank]).tolist())].any()
+        for when, layout, slots in (("before", source, old), ("after", target, new)):
+            yield f"pages lie inside the arena {when}, {on_rank}", _all_within(slots, NO_SLOT, geometry.num_slots - 1)
+            taken = _flags(slots, geometry.num_slots)
+            yield f"no page lies on weights {when}, {on_rank}", not (taken & ~_page_flags(geometry, layout, rank)).any()
+            yield f"no slot has two pages {when}, {on_rank}", taken.sum() == (slots != NO_SLOT).sum()
+        occupied, alive = _alive(old, _page_flags(geometry, source, rank))
+        staged = (new != NO_SLOT) & (new != old) & alive[new]
+        yield f"what is staged cannot be settled, {on_rank}", not settled[staged, rank].any()
+        under = bool(occupied[slots_under(geometry, np.flatnonzero(missing[:, rank]).tolist())].any())
         yield f"weights that are staged cannot be settled, {on_rank}", not (m.weights_settled[rank] and under)
-        yield (
-            f"a switch with staged copies cannot be abandoned, {on_rank}",
-            not (m.abandonable and (staged.any() or under)),
-        )
+        yield f"staged copies make it not abandonable, {on_rank}", not (m.abandonable and (staged.any() or under))
+
+
+def _all_within(values: npt.NDArray[Any], least: int, most: npt.ArrayLike) -> bool:
+    return bool(((values >= least) & (values <= most)).all())

@@ -17,8 +17,10 @@ class SwitchOrder(msgspec.Struct, frozen=True, array_like=True):
     """Commit a manifest with the step that it comes with, which runs in the target layout.
 
     `layerwise` reads each layer behind the compute of those before it; otherwise all are read before the step.
+    `switch` is the number of the switch.
     """
 
+    switch: int
     manifest: Manifest
     layerwise: bool
 
@@ -27,10 +29,12 @@ class CopyAhead(msgspec.Struct, frozen=True, array_like=True):
     """Copies to make after the step that they come with, for a switch that will commit later.
 
     Attributes:
+        switch: number of that switch.
         pages: by rank, int32 [n, 5] as bytes: peer, source slot, target slot, first position, position after the last.
         weights: by rank, (head group, peer, layer) to fetch.
     """
 
+    switch: int
     pages: tuple[bytes, ...]
     weights: tuple[tuple[tuple[int, int, int], ...], ...]
 

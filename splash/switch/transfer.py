@@ -113,19 +113,21 @@ class Handoff:
     at once. Every rank of the group does the same.
 
     Attributes:
-        copies: what this rank copies in every layer.
+        copies: what this rank copies in every layer, from `agree` on.
         exposed_s: seconds that the step waited for the switch.
     """
+
+    copies: LayerCopies
 
     def __init__(self, manifest: Manifest, geometry: ArenaGeometry, group: Rank, layerwise: bool) -> None:
         self._manifest = manifest
         self._group = group
+        self._geometry = geometry
         self._num_layers = geometry.spec.num_layers
-        self.copies = LayerCopies(rank_copies(manifest, geometry, group.rank), geometry, group)
         self._in_background = layerwise
         self._reading: list[Completion] = []
         self._any_copies = True
-        self._written_back = False
+        self._source_lost = False
         self.exposed_s = 0.0
 
     def agree(self, own_tables: Mapping[int, np.ndarray], copied_ahead: bool) -> None:
@@ -136,25 +138,34 @@ class Handoff:
             copied_ahead: whether all copies ahead of the commit that this rank was told to make were made.
 
         Raises:
-            SwitchError: on every rank alike, naming a rank that has another manifest or another page table, or that
-                failed to copy ahead.
+            SwitchError: on every rank alike, naming a rank that has another manifest or another page table, that failed
+                to copy ahead, or that cannot make its copies, for want of staging memory for instance.
         """
         started = time.perf_counter()
         tables = np.concatenate([own_tables[id] for id in self._manifest.requests] or [np.empty(0, dtype=np.int32)])
         matches = np.array_equal(tables.reshape(-1, self._group.size), self._manifest.source_pT())
-        note = torch.tensor(
-            [[self._manifest.digest(), int(matches), int(copied_ahead), int(self.copies.is_empty)]], dtype=torch.int64
-        )
-        notes = self._gather(note)
-        digests = [digest for digest, _, _, _ in notes]
-        for rank, (digest, same, ahead, _) in enumerate(notes):
-            if digests.count(digest) <= self._group.size // 2 and digest != digests[0]:
+        is_empty, error = True, ""
+        try:
+            copies = rank_copies(self._manifest, self._geometry, self._group.rank)
+            self.copies = LayerCopies(copies, self._geometry, self._group)
+            is_empty = self.copies.is_empty
+        except Exception as failure:
+            error = f": {failure}"
+        flags = [int(matches), int(copied_ahead), int(not error), int(is_empty)]
+        notes = self._gather(torch.tensor([[self._manifest.digest(), *flags]], dtype=torch.int64))
+        digests = [digest for digest, *_ in notes]
+        usual = max(digests, key=digests.count)  # the lowest rank's where there is no majority
+        for rank, (digest, same, ahead, ready, _) in enumerate(notes):
+            if digest != usual:
                 raise SwitchError(f"rank {rank} has another manifest than its peers", rank)
             if not same:
                 raise SwitchError(f"rank {rank} has other page tables than the manifest starts from", rank)
             if not ahead:
                 raise SwitchError(f"rank {rank} failed to copy ahead of the switch", rank)
-        self._any_copies = not all(empty for _, _, _, empty in notes)
+            if not ready:
+                cause = error if rank == self._group.rank else ""
+                raise SwitchError(f"rank {rank} could not make ready for the switch{cause}", rank)
+        self._any_copies = not all(empty for *_, empty in notes)
         if self._any_copies and self._in_background:
             # One staging buffer: a layer is read ahead only once the layer before has been written back.
             ahead = 1 if self.copies.staging_bytes else self._num_layers
@@ -188,9 +199,11 @@ class Handoff:
             if read == READ_FAILED:
                 self._abandon()
                 text = f"rank {rank} could not read layer {layer}" + (error if rank == self._group.rank else "")
-                raise SwitchError(text, rank, recoverable=not self._written_back)
+                raise SwitchError(text, rank, recoverable=not self._source_lost)
         self.copies.write_back(layer)
-        self._written_back |= any(staging for _, staging in statuses)
+        # A step that computes between layers may itself write to slots in which the source state has something alive.
+        self._source_lost |= any(staging for _, staging in statuses)
+        self._source_lost |= self._in_background and not self._manifest.abandonable
         if self._in_background and len(self._reading) == layer + 1 < self._num_layers:
             self._begin(layer + 1)
         self.exposed_s += time.perf_counter() - started

@@ -121,6 +121,36 @@ def test_parts_of_position_sharded_history_merge_to_the_whole(page_size: int) ->
         torch.testing.assert_close(lse.double(), want_lse, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("budget", [1, 1 << 24], ids=["head by head", "all heads"])
+@pytest.mark.parametrize("scattered", [False, True], ids=["extents", "scattered"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_expanded_attention_is_the_same_attention(
+    monkeypatch: pytest.MonkeyPatch, budget: int, scattered: bool, dtype: torch.dtype
+) -> None:
+    """Keys and values expanded by KV-B, against dense per-head attention in float64, for rows that need not be neighbours."""
+    monkeypatch.setattr(attention, "_EXPANDED_ELEMENTS", budget)
+    nope_dim, rotary_dim, value_dim, latent_dim, num_heads = 12, 8, 20, 48, 3
+    sequences = [(150, list(range(20, 150))), (40, [39]), (70, [*range(0, 16), *range(48, 64)])]
+    cache = Cache(sequences, 16, latent_dim + rotary_dim, scattered, dtype)
+    generator = torch.Generator().manual_seed(4)
+    kv_b = (torch.randn(num_heads, nope_dim + value_dim, latent_dim, generator=generator) / 7).to(dtype)
+    num_rows = sum(len(positions) for _, positions in sequences)
+    q = torch.randn(num_rows, num_heads, nope_dim + rotary_dim, generator=generator).to(dtype)
+    out = CpuAttention().attend_expanded(q, cache.pages_SPK, cache.batch(), kv_b, 0.2)
+    assert out.dtype == dtype and out.shape == (num_rows, num_heads, value_dim)
+    rows = iter(range(num_rows))
+    for (_, positions), keys in zip(sequences, cache.keys, strict=True):
+        expanded = torch.einsum("hec,lc->lhe", kv_b.double(), keys[:, :latent_dim].double())
+        rotary = keys[:, None, latent_dim:].double().expand(-1, num_heads, -1)
+        keys_LHd = torch.cat((expanded[..., :nope_dim], rotary), dim=-1)
+        for position in positions:
+            row = next(rows)
+            scores = torch.einsum("hd,lhd->hl", q[row].double(), keys_LHd[: position + 1]) * 0.2
+            expected = torch.einsum("hl,lhv->hv", scores.softmax(-1), expanded[: position + 1, :, nope_dim:])
+            error = (out[row].double() - expected).norm() / expected.norm()
+            assert error < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
 def test_rows_that_see_nothing() -> None:
     """No pages at all, only pages of the future, and no rows: among rows that do see something."""
     page_size, value_dim = 4, 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +152,49 @@ def test_long_prompts(tiny_checkpoint: Callable[[str], Path], ranks: int) -> Non
     """A prompt close to the model's length, beside a short one."""
     path = tiny_checkpoint("wide")
     _check(path, ranks, list(LAYOUTS), _prompts(path, (2000, 100), seed=5), count=8, budget=600, page_size=64)
+
+
+SCRIBE = Path(str(resources.files("splash"))) / "data" / "scribe"
+
+
+def _recall_prompt(length: int, seed: int) -> tuple[tuple[int, ...], str]:
+    """(prompt of about `length` tokens, answer): nine facts early in running text, and a question about the first."""
+    from splash.engine.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(SCRIBE)
+    generator = np.random.default_rng(seed)
+    names = ["Moses", "Aaron", "Ruth", "Esther", "Daniel", "Judah", "Joseph", "Simon", "Levi"]
+    values = [f"{value:05d}" for value in generator.integers(10_000, 100_000, len(names))]
+    facts = "".join(f" The number of {name} is {value}." for name, value in zip(names, values, strict=True))
+    filler = tokenizer.encode(" And it came to pass in those days, that the children of Israel went up to the city.")
+    question = tokenizer.encode(" What is the number of Moses?")
+    prompt = tokenizer.encode(facts)
+    while len(prompt) + len(filler) + len(question) < length:
+        prompt += filler
+    return (*prompt, *question), f" {values[0]}."
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layouts"), [(1, ("tp",)), (2, tuple(LAYOUTS)), (3, ("dp", "cp")), (4, ("dop", "dcp", "cp"))]
+)
+def test_the_shipped_model_recalls_across_4000_tokens(ranks: int, layouts: tuple[str, ...]) -> None:
+    """Logits and tokens equal transformers', and the answer is right, which a damaged page would show."""
+    from splash.engine.tokenizer import Tokenizer
+
+    asked = [_recall_prompt(length, seed) for seed, length in enumerate((4000, 700))]
+    prompts = [prompt for prompt, _ in asked]
+    results = _check(SCRIBE, ranks, list(layouts), prompts, count=7, budget=1024, page_size=64)
+    tokenizer = Tokenizer.load(SCRIBE)
+    for name in layouts:
+        for (_, answer), tokens in zip(asked, results[name]["tokens"], strict=True):
+            assert tokenizer.decode(tokens).startswith(answer)
+
+
+def test_the_shipped_model_writes_as_transformers_does() -> None:
+    from splash.engine.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(SCRIBE)
+    prompts = [
+        tuple(tokenizer.encode(text)) for text in ("And God said", "Moses", "The kings of the earth and all people")
+    ]
+    _check(SCRIBE, 2, list(LAYOUTS), prompts, count=64, budget=128, page_size=64)

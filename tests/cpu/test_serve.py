@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import queue
 import re
@@ -11,7 +12,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ import torch
 from transformers import AutoTokenizer, DeepseekV3ForCausalLM
 
 from splash.core.layout import LAYOUTS
+from splash.switch.orders import METHODS
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -30,6 +34,7 @@ READY = re.compile(r"SPLASH is ready: (http://\S+) \(model (\S+), layout (\S+), 
 PROMPT = "the quick brown fox 👍🏽"
 START_TIMEOUT_S = 120
 STOP_TIMEOUT_S = 60
+NOTICE_TIMEOUT_S = 5  # an idle engine looks after its ranks once a second
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +55,15 @@ class Process:
 
     def health(self) -> dict[str, Any]:
         return httpx.get(f"{self.url}/health", timeout=60).json()
+
+    def switch(self, layout: str, **options: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/layout", json={"layout": layout, **options}, timeout=60)
+
+    def history(self) -> list[dict[str, Any]]:
+        return httpx.get(f"{self.url}/layout/history", timeout=60).json()["switches"]
+
+    def layout(self) -> str:
+        return httpx.get(f"{self.url}/layout", timeout=60).json()["layout"]
 
 
 def command(*options: str) -> list[str]:
@@ -135,7 +149,14 @@ def test_the_ready_line_names_what_serves(server: Process) -> None:
     assert match.groups()[1:] == ("base", "dop", "2")
     assert any(line.startswith("Try:  curl") for line in server.lines)
     layout = httpx.get(f"{server.url}/layout").json()
-    assert layout == {"layout": "dop", "ranks": 2, "hardware": "cpu", "layouts": [*LAYOUTS]}
+    assert layout == {
+        "layout": "dop",
+        "ranks": 2,
+        "hardware": "cpu",
+        "layouts": [*LAYOUTS],
+        "methods": [*METHODS],
+        "active": None,
+    }
 
 
 def test_completion_equals_transformers_and_its_own_stream(server: Process, checkpoint: Path) -> None:
@@ -188,6 +209,106 @@ def test_a_client_that_leaves_frees_its_request(server: Process) -> None:
         assert client.completions.create(model="base", prompt="hello", max_tokens=1).usage.completion_tokens == 1
 
 
+@pytest.fixture(scope="module")
+def switching(checkpoint: Path) -> Iterator[Process]:
+    """A server with small pages and little room, so that switches have much to do and can be refused."""
+    with serving(f"model.path={checkpoint}", "layout=tp", "ranks=2", "page_size=4", "kv_cache_gib=0.0026") as running:
+        yield running
+
+
+@contextlib.contextmanager
+def generating(server: Process, num_tokens: int = 1000) -> Iterator[None]:
+    """Generate in the background, and see that it has not ended before what was done meanwhile."""
+    body = {"prompt": PROMPT, "max_tokens": num_tokens, "temperature": 0, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        yield
+        assert server.health()["running"] == 1, "the request ended too early for this test"
+
+
+def test_layouts_switch_under_a_stream_and_change_no_token(switching: Process) -> None:
+    options = {
+        "model": "base",
+        "prompt": PROMPT,
+        "max_tokens": 600,
+        "temperature": 0,
+        "extra_body": {"ignore_eos": True},
+    }
+    walk = [
+        ("dcp", "auto"),
+        ("dp", "layerwise"),
+        ("dop", "blocking"),
+        ("cp", "auto"),
+        ("tp", "precopy"),
+        ("dp", "auto"),
+    ]
+    assert {layout for layout, _ in walk} == set(LAYOUTS)
+    known = len(switching.history())
+    records = []
+    with switching.client() as client:
+        unswitched = client.completions.create(**options).choices[0].text
+        chunks = client.completions.create(stream=True, **options)
+        pieces = [next(chunks).choices[0].text]
+        for layout, method in walk:
+            pieces += [chunk.choices[0].text for chunk in itertools.islice(chunks, 5)]
+            response = switching.switch(layout, method=method)
+            assert response.status_code == 200, response.text
+            records.append(response.json())
+            assert switching.layout() == layout
+        assert switching.health()["running"] == 1, "the request ended before the last switch"
+        pieces += [chunk.choices[0].text for chunk in chunks]
+    assert "".join(pieces) == unswitched
+    assert switching.history()[known:] == records
+    assert [(record["to"], record["asked"]) for record in records] == walk
+    assert [record["from"] for record in records] == ["tp", *(layout for layout, _ in walk[:-1])]
+    assert {record["status"] for record in records} == {"committed"}
+    assert [record["method"] for record in records][1:3] == ["layerwise", "blocking"]
+    moved = [(any(record["kv_bytes_received"]), any(record["weight_bytes_received"])) for record in records]
+    assert moved == [(False, False), (True, True), (False, False), (True, True), (True, False), (False, True)]
+
+
+def test_a_layout_without_room_is_refused_and_all_goes_on(switching: Process) -> None:
+    assert switching.switch("dcp").status_code == 200
+    total = switching.health()["total_pages"]
+    room = max(total) * 4  # positions of one request in tp, where each rank has every page
+    with generating(switching, room + 4):
+        response = switching.switch("tp")
+        assert response.status_code == 409, response.text
+        error = response.json()["error"]
+        assert error["code"] == "switch_refused"
+        assert "layout tp has room for" in error["message"]
+        assert switching.history()[-1] == error["switch"]
+        assert switching.layout() == "dcp"
+        assert switching.switch("nowhere").status_code == 400
+        with switching.client() as client:
+            assert client.completions.create(model="base", prompt="hello", max_tokens=3).usage.completion_tokens == 3
+    assert httpx.delete(f"{switching.url}/layout/switch", timeout=60).status_code == 404
+
+
+def test_the_last_of_concurrent_switches_wins(switching: Process) -> None:
+    targets = ["dp", "cp", "dop", "dcp"] * 2
+    with generating(switching, 600), ThreadPoolExecutor(len(targets)) as pool:
+        answers = [response.json() for response in pool.map(switching.switch, targets)]
+        records = [answer["error"]["switch"] if "error" in answer else answer for answer in answers]
+        ended = {"committed", "superseded"}
+        assert all(record["status"] in ended for record in records), records
+        assert ["error" in answer for answer in answers] == [record["status"] == "superseded" for record in records]
+        assert any("error" in answer for answer in answers), records
+        last = max(records, key=lambda record: record["id"])
+        assert (last["status"], switching.layout()) == ("committed", last["to"])
+
+
+def test_a_layout_that_cannot_shard_the_heads_is_refused(checkpoint: Path) -> None:
+    with serving(f"model.path={checkpoint}", "layout=dp", "ranks=3") as running:
+        with generating(running):
+            response = running.switch("tp")
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "layout")
+            assert "3 ranks do not divide 8 heads; use dp, cp" in response.json()["error"]["message"]
+            assert running.switch("cp").status_code == 200
+        assert [record["to"] for record in running.history()] == ["cp"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_stop_cleanly_and_leave_no_process(checkpoint: Path, number: signal.Signals) -> None:
     with serving(f"model.path={checkpoint}", "ranks=2", "max_model_len=200") as running:
@@ -213,17 +334,38 @@ def test_stopping_under_load_tells_clients_and_leaves_no_process(checkpoint: Pat
         assert not any("Traceback" in line for line in running.lines), running.lines
 
 
-def test_a_dead_rank_ends_the_server_with_an_error(checkpoint: Path) -> None:
-    with serving(f"model.path={checkpoint}", "ranks=2", "max_model_len=200") as running:
+@pytest.mark.parametrize("load", [False, True])
+def test_a_dead_rank_ends_the_server_with_an_error(checkpoint: Path, load: bool) -> None:
+    with serving(f"model.path={checkpoint}", "ranks=2") as running:
         members = family(running.process.pid)
         ranks = [pid for pid in members if b"splash.engine.worker" in cmdline(pid)]
         assert len(ranks) == 2, list(map(cmdline, members))
-        os.kill(ranks[1], signal.SIGKILL)
-        with contextlib.suppress(httpx.HTTPError):  # an idle group may notice only when it is asked to work
-            httpx.post(f"{running.url}/v1/completions", json={"prompt": "hello"}, timeout=60)
+        if load:
+            body = {"prompt": "hello", "max_tokens": 1900, "stream": True, "ignore_eos": True}
+            with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as response:
+                lines = response.iter_lines()
+                assert next(lines).startswith("data: ")
+                os.kill(ranks[1], signal.SIGKILL)
+                with contextlib.suppress(httpx.HTTPError):
+                    assert "rank 1 was killed by signal 9" in "".join(lines)
+        else:
+            os.kill(ranks[1], signal.SIGKILL)
+            deadline = time.monotonic() + NOTICE_TIMEOUT_S
+            while healthy(running):
+                assert time.monotonic() < deadline, "an idle server does not notice that a rank is dead"
         assert running.process.wait(STOP_TIMEOUT_S) == 1, running.lines
         assert any(line.startswith("splash: the engine died") for line in running.lines), running.lines
         assert not any(map(alive, members))
+
+
+def healthy(server: Process) -> bool:
+    """Whether probes are told that all is well. A server that stops refuses the connection."""
+    try:
+        response = httpx.get(f"{server.url}/health", timeout=NOTICE_TIMEOUT_S)
+    except httpx.TransportError:
+        return False
+    assert response.status_code == 200 or response.json()["error"]["code"] == "engine_dead", response.text
+    return response.status_code == 200
 
 
 def cmdline(pid: int) -> bytes:

@@ -20,13 +20,15 @@ import uvicorn
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from splash.core.errors import SplashError, WorkerError
+from splash.core.errors import ConfigError, SplashError, WorkerError
+from splash.core.layout import check_layout, parse_layout
 from splash.core.request import TokenLogprob
 from splash.engine.outputs import GenerationRequest, RequestOutput
 from splash.engine.text import OutputText
 from splash.engine.tokenizer import Tokenizer
 from splash.server.app import create_app
 from splash.server.settings import ServerSettings
+from splash.switch.orders import METHODS, SwitchRecord
 
 SPECIALS = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|hang|>", "<|silent|>", "<|die|>")
 TEMPLATE = (
@@ -71,6 +73,9 @@ class ScriptedEngine:
 
     A prompt with <|hang|> brings one token and then nothing for ever, one with <|silent|> nothing at all, and one with
     <|die|> kills the engine after a token.
+
+    A switch commits at once, unless `switch_ends` gives another status and reason for its target. With "copying" it
+    lasts until it is aborted or superseded, with "committing" until it is superseded; with "dead" it kills the engine.
     """
 
     tokenizer: Tokenizer
@@ -83,10 +88,16 @@ class ScriptedEngine:
     live: set[str] = field(default_factory=set)
     hanging: threading.Event = field(default_factory=threading.Event)
     aborted: threading.Event = field(default_factory=threading.Event)
+    switch_ends: dict[str, tuple[str, str]] = field(default_factory=dict)
+    switch_history: list[SwitchRecord] = field(default_factory=list)
+    active_switch: SwitchRecord | None = None
+    rebalanced: list[int] = field(default_factory=list)  # ids of the switches asked to
 
     def __post_init__(self) -> None:
         spec = SimpleNamespace(vocab_size=self.tokenizer.vocab_size + 10, num_heads=6)
         self.model_config = SimpleNamespace(spec=spec, eos_token_ids=(0,))
+        self._num_switches = 0
+        self._switch_ended = asyncio.Event()
 
     def stats(self) -> Stats:
         return Stats(running=len(self.live), waiting=0)
@@ -130,6 +141,46 @@ class ScriptedEngine:
             yield RequestOutput(request.id, (token,), piece, scores, finish, stop, len(prompt), count)
             if finish is not None:
                 return
+
+    async def switch(self, layout: str, method: str = "auto", *, rebalance: bool = False) -> SwitchRecord:
+        if method not in METHODS:
+            raise ConfigError("method", f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
+        check_layout(parse_layout(layout), self.model_config.spec.num_heads, self.ranks)
+        self._num_switches += 1
+        record = SwitchRecord(id=self._num_switches, source=self.layout, target=layout, asked=method)
+        if rebalance:
+            self.rebalanced.append(record.id)
+        if self.active_switch is not None:
+            self.finish_switch("superseded", f"by switch {record.id}, to {layout}")
+        record.status, record.reason = self.switch_ends.get(layout, ("committed", ""))
+        record.method = "layerwise" if method == "auto" else method
+        if record.status == "dead":
+            self.error = WorkerError("rank 1 died", rank=1)
+            raise self.error
+        self.active_switch = record
+        ended = self._switch_ended
+        if record.status in ("copying", "committing"):
+            await ended.wait()
+        else:
+            self.finish_switch(record.status, record.reason)
+        return record
+
+    def finish_switch(self, status: str, reason: str) -> None:
+        """End the switch under way."""
+        record, self.active_switch = self.active_switch, None
+        assert record is not None
+        record.status, record.reason = status, reason
+        if status == "committed":
+            self.layout = record.target
+        self.switch_history.append(record)
+        self._switch_ended.set()
+        self._switch_ended = asyncio.Event()
+
+    async def abort_switch(self) -> SwitchRecord | None:
+        record = self.active_switch
+        if record is not None and record.status != "committing":
+            self.finish_switch("aborted", "")
+        return record
 
 
 class _Server(uvicorn.Server):

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+LAYOUT_ROUTES = (("GET", "/layout"), ("POST", "/layout"), ("GET", "/layout/history"), ("DELETE", "/layout/switch"))
 USER = [{"role": "user", "content": "hi"}]
 
 
@@ -166,7 +167,7 @@ def test_parameters_that_ask_for_nothing_are_accepted(served: Any, extra: dict[s
 def test_without_the_key_nothing_is_served(serve: Callable[..., Any], header: str | None) -> None:
     served = serve(api_key="s3cret")
     headers = {} if header is None else {"authorization": header.encode("latin-1")}
-    for method, path in (("POST", COMPLETIONS), ("GET", "/v1/models"), ("GET", "/layout"), ("GET", "/v1/nothing")):
+    for method, path in (("POST", COMPLETIONS), ("GET", "/v1/models"), ("GET", "/v1/nothing"), *LAYOUT_ROUTES):
         response = served.http.request(method, path, headers=headers, content=b"{")
         assert response.status_code == 401
         assert error_of(response)["code"] == "invalid_api_key"
@@ -187,8 +188,9 @@ def test_while_the_model_loads(serve: Callable[..., Any]) -> None:
     served = serve(loaded=lambda: False)
     assert served.http.get("/health").json() == {"status": "ok", "ready": False}
     assert served.http.get("/version").status_code == 200
-    for method, path in (("GET", "/ready"), ("GET", "/v1/models"), ("GET", "/layout"), ("POST", COMPLETIONS)):
-        response = served.http.request(method, path, json={"prompt": "a"})
+    for method, path in (("GET", "/ready"), ("GET", "/v1/models"), ("POST", COMPLETIONS), *LAYOUT_ROUTES):
+        body = {"layout": "dp"} if path == "/layout" else {"prompt": "a"}
+        response = served.http.request(method, path, json=body)
         assert (response.status_code, error_of(response)["code"]) == (503, "loading")
 
 
@@ -197,8 +199,8 @@ def test_the_engine_dies_under_a_request(served: Any, n: int) -> None:
     response = served.http.post(COMPLETIONS, json={"prompt": "<|die|>", "n": n})
     assert response.status_code == 500
     assert "rank 1 died" in error_of(response)["message"]
-    for path in ("/health", "/ready"):
-        response = served.http.get(path)
+    for method, path in (("GET", "/health"), ("GET", "/ready"), *LAYOUT_ROUTES):
+        response = served.http.request(method, path, json={"layout": "dp"})
         assert (response.status_code, error_of(response)["code"]) == (503, "engine_dead")
     assert served.http.post(COMPLETIONS, json={"prompt": "a"}).status_code == 503
 

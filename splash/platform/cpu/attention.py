@@ -8,6 +8,7 @@ Shape suffixes as in `splash.platform.base`, and: m rows of a block, L keys of a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -19,11 +20,46 @@ from splash.platform.base import AttentionBackend, AttentionBatch
 _SCORE_ELEMENTS = 1 << 20  # scores held at once: 4 MiB, which stay in cache and bound the memory of long histories
 _MAX_BLOCK_ROWS = 64  # rows of a block; smaller blocks skip more of the keys that lie in their future
 _MAX_GROUP_BYTES = 1 << 20  # float32 keys of a group, which are read twice and should stay in cache between
+_EXPANDED_ELEMENTS = 1 << 24  # keys and values expanded at once: 64 MiB
 _FREE_PADDING = 32 << 10  # padded scores that cost less than the calls that they save
 
 
 class CpuAttention(AttentionBackend):
     """Attention in float32: sequences of one row in groups that share a softmax, others in blocks of rows."""
+
+    def attend_expanded(
+        self,
+        q_nHd: torch.Tensor,
+        pages_SPK: torch.Tensor,
+        batch: AttentionBatch,
+        kv_b_HEC: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        num_rows, num_heads, head_dim = q_nHd.shape
+        page_size, key_dim = pages_SPK.shape[1:]
+        key = f"cpu:expanded:{page_size}:{num_heads}"
+        plan = cast("tuple[tuple[_Keys, tuple[_Block, ...]], ...] | None", batch.device_state.get(key))
+        if plan is None:
+            plan = tuple(_sequences(batch, page_size, num_heads))
+            batch.device_state[key] = plan
+        latent_dim = kv_b_HEC.shape[2]
+        nope_dim = head_dim - (key_dim - latent_dim)
+        value_dim = kv_b_HEC.shape[1] - nope_dim
+        flat_LK = _flat(pages_SPK)
+        q_Hnd = (q_nHd.float() * scale).transpose(0, 1).contiguous()
+        out_nHV = q_nHd.new_empty(num_rows, num_heads, value_dim)
+        kv_b = kv_b_HEC.float()
+        for keys, blocks in plan:
+            latents_LK = keys.read(pages_SPK, flat_LK)
+            # Some heads at a time, so that what is expanded stays within bounds however long the history.
+            step = max(1, _EXPANDED_ELEMENTS // (keys.num * kv_b.shape[1]))
+            for first in range(0, num_heads, step):
+                heads = slice(first, min(first + step, num_heads))
+                keys_hdL, values_hLV = _expand(latents_LK, kv_b[heads], nope_dim)
+                for block in blocks:
+                    out = _attend_heads(q_Hnd[heads, block.start : block.stop], keys_hdL, values_hLV, block)
+                    out_nHV[block.start : block.stop, heads] = out.transpose(0, 1).to(out_nHV.dtype)
+        return out_nHV
 
     def attend(
         self, q_nHK: torch.Tensor, pages_SPK: torch.Tensor, batch: AttentionBatch, scale: float, value_dim: int
@@ -36,7 +72,7 @@ class CpuAttention(AttentionBackend):
             plan = batch.device_state[state_key] = _plan(batch, page_size, num_heads, 4 * key_dim)
 
         # All positions in one dim, unless pages are spaced (an arena's slots are aligned).
-        flat_LK = pages_SPK.flatten(0, 1) if pages_SPK.stride(0) == page_size * pages_SPK.stride(1) else None
+        flat_LK = _flat(pages_SPK)
         scaled_nHK = q_nHK.float() * scale
         out_nHC = torch.empty(num_rows, num_heads, value_dim, dtype=torch.float32)
         # The log-sum-exp is the largest score less the log of its probability, which costs no further pass of exp.
@@ -56,6 +92,12 @@ class CpuAttention(AttentionBackend):
             out_nHC[plan.blind_rows] = 0.0
             lse_nH[plan.blind_rows] = -torch.inf
         return out_nHC.to(q_nHK.dtype), lse_nH
+
+
+def _flat(pages_SPK: torch.Tensor) -> torch.Tensor | None:
+    """The cache as [S * P, C + R], or None where slots are not dense."""
+    is_dense = pages_SPK.stride(0) == pages_SPK.shape[1] * pages_SPK.stride(1)
+    return pages_SPK.flatten(0, 1) if is_dense else None
 
 
 @dataclass(frozen=True)
@@ -142,6 +184,46 @@ def _attend_block(
     torch.amax(probabilities, dim=-1, out=probability_mH.view(-1))
 
 
+def _expand(latents_LK: torch.Tensor, kv_b_hEC: torch.Tensor, nope_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [h, N + R, L] and values [h, L, V] of some heads."""
+    num_heads, _, latent_dim = kv_b_hEC.shape
+    expanded_hEL = torch.matmul(kv_b_hEC, latents_LK[:, :latent_dim].t())
+    rotary_RL = latents_LK[:, latent_dim:].t()
+    keys_hdL = torch.cat((expanded_hEL[:, :nope_dim], rotary_RL.expand(num_heads, -1, -1)), dim=1)
+    return keys_hdL, expanded_hEL[:, nope_dim:].transpose(1, 2)
+
+
+def _attend_heads(q_hmd: torch.Tensor, keys_hdL: torch.Tensor, values_hLV: torch.Tensor, block: _Block) -> torch.Tensor:
+    """[h, m, V] of one block of rows."""
+    scores = torch.bmm(q_hmd, keys_hdL[:, :, : block.most])
+    if block.hidden_m1L is not None:
+        scores[:, :, block.common :].masked_fill_(block.hidden_m1L.transpose(0, 1), -torch.inf)
+    return torch.bmm(torch.softmax(scores, dim=-1), values_hLV[:, : block.most])
+
+
+def _sequences(batch: AttentionBatch, page_size: int, num_heads: int) -> Iterator[tuple[_Keys, tuple[_Block, ...]]]:
+    """The keys and the blocks of rows of each sequence that has rows. Every row sees something."""
+    positions = cast(np.ndarray, batch.row_positions)
+    row_starts, page_starts = cast(np.ndarray, batch.row_starts), cast(np.ndarray, batch.page_starts)
+    all_slots, all_numbers = cast(np.ndarray, batch.slots), cast(np.ndarray, batch.numbers)
+    for b in range(len(row_starts) - 1):
+        start, stop = int(row_starts[b]), int(row_starts[b + 1])
+        if start < stop:
+            pages = slice(int(page_starts[b]), int(page_starts[b + 1]))
+            visible = _visible(positions[start:stop], all_numbers[pages], page_size)
+            yield _keys(all_slots[pages], int(visible.max()), page_size), _blocks(visible, start, num_heads)
+
+
+def _keys(slots: np.ndarray, num: int, page_size: int) -> _Keys:
+    """The first `num` keys of a sequence whose pages are in `slots`."""
+    slots = slots[: -(-num // page_size)]  # nobody sees later pages
+    return _Keys(
+        num=num,
+        first=int(slots[0]) * page_size if (np.diff(slots) == 1).all() else None,
+        slots=torch.from_numpy(np.ascontiguousarray(slots)),
+    )
+
+
 def _plan(batch: AttentionBatch, page_size: int, num_heads: int, key_bytes: int) -> _Plan:
     positions = cast(np.ndarray, batch.row_positions)
     row_starts, page_starts = cast(np.ndarray, batch.row_starts), cast(np.ndarray, batch.page_starts)
@@ -159,12 +241,7 @@ def _plan(batch: AttentionBatch, page_size: int, num_heads: int, key_bytes: int)
         most = int(visible.max())
         if not most:
             continue
-        slots = all_slots[pages][: -(-most // page_size)]  # nobody sees later pages
-        keys = _Keys(
-            num=most,
-            first=int(slots[0]) * page_size if (np.diff(slots) == 1).all() else None,
-            slots=torch.from_numpy(np.ascontiguousarray(slots)),
-        )
+        keys = _keys(all_slots[pages], most, page_size)
         if stop - start == 1:
             singles.append((start, keys))
         else:

@@ -246,8 +246,9 @@ class ShmCommunicator(Communicator):
         if views is None:
             if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
-            boxes = self._boxes[parity][:, : num * dtype.itemsize].view(dtype)
-            views = self._views[key] = (boxes, boxes.unbind(0))
+            with torch.inference_mode(False):  # a view made in that mode could not be written to outside of it
+                boxes = self._boxes[parity][:, : num * dtype.itemsize].view(dtype)
+                views = self._views[key] = (boxes, boxes.unbind(0))
         return views
 
     def _fill(self, flat: torch.Tensor, start: int, stop: int) -> None:
