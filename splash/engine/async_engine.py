@@ -64,7 +64,7 @@ class AsyncEngine:
         self._progress = progress
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._sinks: dict[str, asyncio.Queue[RequestOutput | SplashError]] = {}
-        self._switches: set[asyncio.Future[SwitchRecord]] = set()
+        self._switches: set[asyncio.Future[Any]] = set()
         self._engine: Engine | None = None
         self._thread: threading.Thread | None = None
         self.error: SplashError | None = None
@@ -171,6 +171,8 @@ class AsyncEngine:
         if self.error is not None:
             raise self.error
         done: asyncio.Future[SwitchRecord | None] = asyncio.get_running_loop().create_future()
+        self._switches.add(done)
+        done.add_done_callback(self._switches.discard)
         self._commands.put(_AbortSwitch(done))
         return await done
 
