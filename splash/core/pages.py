@@ -41,7 +41,7 @@ class PageAllocator:
         self._lengths: dict[int, int] = {}  # start of a free extent -> its length
         self._starts: dict[int, int] = {}  # slot after a free extent -> its start
         # (below the border, -length, slot after) of every free extent, and of some that are gone. An extent that
-        # shrinks from its start keeps its entry: a length here may be too large, and is put right when it reaches the top.
+        # shrinks from its start keeps its entry: a length here may be too large, and is put right at the top.
         self._heap: list[tuple[bool, int, int]] = []
         state = np.frombuffer(self._state, dtype=np.uint8)
         state[slots] = _FREE

@@ -21,7 +21,8 @@ from splash.engine.messages import Run
 from splash.scheduler.owners import balance_owners
 from splash.scheduler.request import Rebase
 from splash.scheduler.scheduler import Scheduler
-from splash.switch.manifest import Occupancy, Planned, count, plan_switch, rank_copies, validate
+from splash.switch.checks import validate
+from splash.switch.manifest import Occupancy, Planned, count, plan_switch, rank_copies
 from splash.switch.orders import METHODS, SwitchOrder, SwitchOutcome, SwitchRecord
 
 HISTORY = 1000

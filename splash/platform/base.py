@@ -116,7 +116,8 @@ class AttentionBatch:
 
     Sequence b has rows `row_starts[b] : row_starts[b + 1]` and pages `page_starts[b] : page_starts[b + 1]`. A page is
     a slot of the KV tensor, and holds the positions number * P to number * P + P - 1. A row at position p attends to
-    the positions <= p that the listed pages hold; they need not be all there are (position-sharded KV), and may be none.
+    the positions <= p that the listed pages hold; these need not be all there are (position-sharded KV) and may be
+    none.
     Rows need not be consecutive positions.
 
     Attributes (numpy arrays of int64 on the host; a platform uploads what it needs and keeps it in `device_state`):

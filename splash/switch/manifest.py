@@ -20,7 +20,7 @@ Shape suffixes: p pages of all requests (in a manifest, only those that are writ
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -31,9 +31,9 @@ import numpy.typing as npt
 
 from splash.core.diff import NO_SOURCE, diff_blocks
 from splash.core.errors import CapacityError
-from splash.core.layout import KV, LAYOUTS, Layout, Projections, parse_layout
+from splash.core.layout import Layout, parse_layout
 from splash.core.memory import ArenaGeometry
-from splash.core.ownership import State, page_holders, weight_holders
+from splash.core.ownership import State
 from splash.core.pages import PageTable
 from splash.core.step import NO_SLOT
 
@@ -122,7 +122,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         """[p] positions of each page that are written, 1 .. page size."""
         num_pages = np.array(self.num_pages, dtype=np.int64)
         written = np.repeat(np.array(self.written, dtype=np.int64), num_pages)
-        filled: npt.NDArray[np.int64] = np.minimum(written - _numbers(num_pages) * page_size, page_size)
+        filled: npt.NDArray[np.int64] = np.minimum(written - page_numbers(num_pages) * page_size, page_size)
         return filled
 
     def digest(self) -> int:
@@ -186,7 +186,7 @@ def rank_copies(manifest: Manifest, geometry: ArenaGeometry, rank: int) -> RankC
     fetched = before[todo] == NO_SLOT
     peer = np.where(fetched, manifest.peers_pT()[todo, rank], rank).astype(np.int16)
     first = settled[todo].astype(np.int64)
-    occupied, alive = _alive(before, _page_flags(geometry, parse_layout(manifest.source), rank))
+    occupied, alive = living(before, page_flags(geometry, parse_layout(manifest.source), rank))
     weights: tuple[tuple[int, int], ...] = ()
     if not manifest.weights_settled[rank]:
         peers = ((group, sources[rank]) for group, sources in enumerate(manifest.weight_sources))
@@ -210,7 +210,7 @@ def count(manifest: Manifest, geometry: ArenaGeometry) -> SwitchCounts:
     groups = np.array(manifest.weight_sources) != NO_SOURCE
     copied, staged = wanted & elsewhere, []
     for rank in range(manifest.ranks):
-        _, alive = _alive(before[:, rank], _page_flags(geometry, parse_layout(manifest.source), rank))
+        _, alive = living(before[:, rank], page_flags(geometry, parse_layout(manifest.source), rank))
         staged.append(int(np.count_nonzero(alive[after[:, rank]] & copied[:, rank])))
 
     def by_rank(flags: Flags, size: int = 1) -> tuple[int, ...]:
@@ -227,28 +227,28 @@ def count(manifest: Manifest, geometry: ArenaGeometry) -> SwitchCounts:
     )
 
 
-def _numbers(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def page_numbers(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """0, 1, .. length - 1 for each length in turn: the page numbers of requests of these lengths."""
     numbers: npt.NDArray[np.int64] = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     return numbers
 
 
-def _alive(written_slots: npt.NDArray[np.integer[Any]], may_hold_pages: Flags) -> tuple[Flags, Flags]:
+def living(written_slots: npt.NDArray[np.integer[Any]], may_hold_pages: Flags) -> tuple[Flags, Flags]:
     """Two bool [slots] of one rank in the source layout: a written page lies there; that, or weights."""
-    occupied = _flags(written_slots, len(may_hold_pages))
+    occupied = slot_flags(written_slots, len(may_hold_pages))
     return occupied, occupied | ~may_hold_pages
 
 
-def _flags(slots: npt.NDArray[np.integer[Any]], num_slots: int) -> Flags:
+def slot_flags(slots: npt.NDArray[np.integer[Any]], num_slots: int) -> Flags:
     """bool [num_slots]: which slots are in `slots`. NO_SLOT is -1, and names one flag too many, which is cut off."""
     flags = np.zeros(num_slots + 1, dtype=bool)
     flags[slots.astype(np.int64, copy=False)] = True  # numpy takes other integers half as fast
     return flags[:-1]
 
 
-def _page_flags(geometry: ArenaGeometry, layout: Layout, rank: int) -> Flags:
+def page_flags(geometry: ArenaGeometry, layout: Layout, rank: int) -> Flags:
     """bool [slots]: the slot of `rank` may hold a page in `layout`."""
-    return _flags(geometry.page_slots(layout, rank), geometry.num_slots)
+    return slot_flags(geometry.page_slots(layout, rank), geometry.num_slots)
 
 
 def slots_under(geometry: ArenaGeometry, groups: Sequence[int]) -> npt.NDArray[np.intp]:
@@ -306,7 +306,7 @@ def plan_switch(
     ranks, page_size = geometry.ranks, geometry.page_size
     lengths = np.array([len(table) for table in occupancy.tables], dtype=np.int64)
     before_pT = np.concatenate([table.slots_cT for table in occupancy.tables] or [np.empty((0, ranks), dtype=np.int32)])
-    numbers = _numbers(lengths)
+    numbers = page_numbers(lengths)
     rows = np.flatnonzero(numbers < np.repeat(-(-np.array(occupancy.written, dtype=np.int64) // page_size), lengths))
     old = State(occupancy.layout, ranks, numbers, np.repeat(np.array(occupancy.owners, dtype=np.int64), lengths))
     new = State(target, ranks, numbers, np.repeat(np.array(owners, dtype=np.int64), lengths))
@@ -318,7 +318,7 @@ def plan_switch(
     after_pT = np.empty_like(before_pT)
     withheld, abandonable = [], True
     for rank in range(ranks):
-        usable = _page_flags(geometry, target, rank)
+        usable = page_flags(geometry, target, rank)
         wanted = np.ascontiguousarray(new.page_holders[:, rank])
         num_wanted, room = np.count_nonzero(wanted), np.count_nonzero(usable)
         if num_wanted > room:
@@ -328,8 +328,8 @@ def plan_switch(
         source = np.full(len(numbers), ranks, dtype=np.int16)
         source[rows] = pages.fetch_source[:, rank]
         after[ahead_rows] = np.where(wanted[ahead_rows], ahead_nT[:, rank], NO_SLOT)
-        occupied, alive = _alive(source_slots[:, rank], _page_flags(geometry, occupancy.layout, rank))
-        kept_back, overwrites = _place(before, after, wanted, source, usable, alive)
+        occupied, alive = living(source_slots[:, rank], page_flags(geometry, occupancy.layout, rank))
+        kept_back, overwrites = _place(before, after, wanted, source, usable, alive, geometry.num_weight_slots)
         after_pT[:, rank] = after
         withheld.append(kept_back)
         groups = np.flatnonzero(weights.fetch[:, rank]).tolist()
@@ -374,6 +374,7 @@ def _place(
     source: npt.NDArray[np.int16],
     usable: Flags,
     alive: Flags,
+    border: int,
 ) -> tuple[npt.NDArray[np.intp], bool]:
     """Choose one rank's slots after the switch.
 
@@ -384,28 +385,31 @@ def _place(
         source: [p] ranks that pages are fetched from, NO_SOURCE for those that are not, T for those only reserved.
         usable: [slots] may hold pages after the switch.
         alive: [slots] holds a written page or weights before it.
+        border: slots below it may turn into weights one day; those above are taken first.
 
     Returns:
         The slots to withhold until the commit, and whether a page took a slot in which something is alive.
     """
-    in_use = alive | _flags(before, len(usable))
+    in_use = alive | slot_flags(before, len(usable))
     ahead = after[after != NO_SLOT]
     assert usable[ahead].all() and not in_use[ahead].any(), "a slot that was chosen ahead is not free"
     # NO_SLOT, -1, reads the last flag here: a page that is not held does not stay, whatever that is.
     stays = wanted & (before != NO_SLOT) & (after == NO_SLOT) & usable[before]
     np.copyto(after, before, where=stays)
-    free = usable & ~_flags(after, len(usable))
+    free = usable & ~slot_flags(after, len(usable))
     homeless = np.flatnonzero(wanted & (after == NO_SLOT))
     homeless = homeless[np.argsort(source[homeless], kind="stable")]
     overwrites = False
     # A slot that is reserved but not written may be overwritten, yet an abandoned switch must find it reserved.
-    for tier, candidates in enumerate((free & ~in_use, free & in_use & ~alive, free & alive)):
+    above = np.arange(len(free)) >= border
+    tiers = (free & ~in_use & above, free & ~in_use & ~above, free & in_use & ~alive, free & alive)
+    for candidates in tiers:
         if len(homeless):
             slots = _longest_runs_first(candidates)[: len(homeless)]
             after[homeless[: len(slots)]] = slots
             free[slots] = False
             homeless = homeless[len(slots) :]
-            overwrites = tier == 2
+            overwrites = candidates is tiers[-1]
     assert not len(homeless)
     return np.flatnonzero(free & in_use), overwrites
 
@@ -416,84 +420,9 @@ def _longest_runs_first(flags: Flags) -> npt.NDArray[np.intp]:
     starts, lengths = edges[::2], edges[1::2] - edges[::2]
     order = np.argsort(-lengths, kind="stable")
     starts, lengths = starts[order], lengths[order]
-    return np.repeat(starts, lengths) + _numbers(lengths)
+    return np.repeat(starts, lengths) + page_numbers(lengths)
 
 
 def settle(manifest: Manifest, settled_pT: npt.NDArray[np.int16], weights_settled: Sequence[bool]) -> Manifest:
     """The manifest with what was copied ahead marked as done: leading positions a page and rank, head groups a rank."""
     return msgspec.structs.replace(manifest, settled=settled_pT.tobytes(), weights_settled=tuple(weights_settled))
-
-
-def validate(manifest: Manifest, geometry: ArenaGeometry) -> None:
-    """Check a manifest for exact cover: each rank that must hold a block has one slot for it, and one way to get it.
-
-    Raises:
-        ValueError: naming the first property that does not hold.
-    """
-    for name, holds in _properties(manifest, geometry):
-        if not holds:
-            raise ValueError(f"manifest of {manifest.source} -> {manifest.target}: not so: {name}")
-
-
-def _properties(manifest: Manifest, geometry: ArenaGeometry) -> Iterator[tuple[str, bool]]:
-    """What must hold, and whether it does. Later ones make sense only where earlier ones hold."""
-    m, ranks, size = manifest, geometry.ranks, geometry.page_size
-    yield "both layouts exist", m.source in LAYOUTS and m.target in LAYOUTS
-    source, target = parse_layout(m.source), parse_layout(m.target)
-    sharded = Projections.SHARDED in (source.projections, target.projections)
-    yield "the ranks divide the heads of a layout that shards them", not sharded or not geometry.spec.num_heads % ranks
-    yield "it is for all ranks", m.ranks == ranks
-    yield "no request is named twice", len(set(m.requests)) == len(m.requests)
-    yield "each request has all its fields", {len(m.owners), len(m.written), len(m.num_pages)} == {len(m.requests)}
-    yield "owners are ranks", all(0 <= owner < ranks for owner in m.owners)
-    pages = zip(m.written, m.num_pages, strict=True)
-    exact = all(written >= 0 and num == -(-written // size) for written, num in pages)
-    yield "each request has as many pages as it has written", exact
-    entries = sum(m.num_pages) * ranks
-    arrays = ((m.source_slots, 4), (m.target_slots, 4), (m.sources, 2), (m.settled, 2))
-    yield "arrays have an entry a page and rank", all(len(array) == entries * width for array, width in arrays)
-    before, after, peers, settled = m.source_pT(), m.target_pT(), m.peers_pT(), m.settled_pT()
-    held, wanted = before != NO_SLOT, after != NO_SLOT
-    lengths = np.array(m.num_pages, dtype=np.int64)
-    numbers = _numbers(lengths)
-    owners = np.repeat(np.array(m.owners, dtype=np.int64), lengths)
-    holders = page_holders(numbers, owners, target, ranks)
-    yield "pages are wanted where the target layout has them", np.array_equal(wanted, holders)
-    if source.kv is KV.REQUEST:  # the old owner is whoever holds a request's first page
-        owners = held.argmax(axis=1)[np.repeat(np.cumsum(lengths) - lengths, lengths)]
-    holders = page_holders(numbers, owners, source, ranks)
-    yield "pages are held where the source layout has them", np.array_equal(held, holders)
-    fetched = wanted & ~held
-    yield "a page that is fetched has a source", _all_within(np.where(fetched, peers, 0), 0, ranks - 1)
-    yield "nothing that is resident or unwanted is fetched", bool(((peers == NO_SOURCE) | fetched).all())
-    peer_holds = held.ravel()[np.arange(0, held.size, ranks)[:, None] + peers] if held.size else held
-    yield "a source holds what it is asked for", bool((peer_holds | ~fetched).all())
-    yield "no more of a page is settled than is written", _all_within(settled, 0, m.filled_p(size)[:, None])
-
-    groups = np.array(m.weight_sources, dtype=np.int64)
-    yield "weights have an entry a head group and rank", groups.shape == (ranks, ranks)
-    missing = weight_holders(target, ranks) & ~weight_holders(source, ranks)
-    yield "head groups that are missing are fetched, and no others", np.array_equal(groups != NO_SOURCE, missing)
-    rows, columns = np.nonzero(missing)
-    peer = groups[rows, columns]
-    yield "head groups are fetched from ranks", _all_within(peer, 0, ranks - 1)
-    yield "a source holds the head group it is asked for", bool(weight_holders(source, ranks)[rows, peer].all())
-
-    before_Tp, after_Tp = before.T.astype(np.int64, order="C"), after.T.astype(np.int64, order="C")
-    for rank, (old, new) in enumerate(zip(before_Tp, after_Tp, strict=True)):
-        on_rank = f"on rank {rank}"
-        for when, layout, slots in (("before", source, old), ("after", target, new)):
-            yield f"pages lie inside the arena {when}, {on_rank}", _all_within(slots, NO_SLOT, geometry.num_slots - 1)
-            taken = _flags(slots, geometry.num_slots)
-            yield f"no page lies on weights {when}, {on_rank}", not (taken & ~_page_flags(geometry, layout, rank)).any()
-            yield f"no slot has two pages {when}, {on_rank}", taken.sum() == (slots != NO_SLOT).sum()
-        occupied, alive = _alive(old, _page_flags(geometry, source, rank))
-        staged = (new != NO_SLOT) & (new != old) & alive[new]
-        yield f"what is staged cannot be settled, {on_rank}", not settled[staged, rank].any()
-        under = bool(occupied[slots_under(geometry, np.flatnonzero(missing[:, rank]).tolist())].any())
-        yield f"weights that are staged cannot be settled, {on_rank}", not (m.weights_settled[rank] and under)
-        yield f"staged copies make it not abandonable, {on_rank}", not (m.abandonable and (staged.any() or under))
-
-
-def _all_within(values: npt.NDArray[Any], least: int, most: npt.ArrayLike) -> bool:
-    return bool(((values >= least) & (values <= most)).all())

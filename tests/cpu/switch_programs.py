@@ -1,4 +1,4 @@
-"""Programs for `run_group` that switch: every rank schedules and switches alike, and rank 0 tells the others its tokens."""
+"""Programs for `run_group` that switch: every rank schedules and switches alike, and rank 0 tells the others tokens."""
 
 from __future__ import annotations
 
@@ -77,12 +77,14 @@ class FaultyArenas(Arenas):
     def __init__(self, arenas: Arenas) -> None:
         self._arenas = arenas
         self.broken_layer: int | None = None
+        self.failed = 0
 
     def local(self, layer: int) -> torch.Tensor:
         return self._arenas.local(layer)
 
     def peer(self, rank: int, layer: int) -> torch.Tensor:
         if layer == self.broken_layer:
+            self.failed += 1
             raise OSError("the mapping is gone")
         return self._arenas.peer(rank, layer)
 
@@ -258,7 +260,8 @@ class Replica:
         for group in groups if self.geometry.spec.num_heads % self.rank.size == 0 else []:
             runs = [self.geometry.run(module, group) for module in self.geometry.modules]
             weights[group] = _hash([layer[start : start + size] for layer in layers for start, size in runs])
-        return {"layout": self.switcher.layout.name, "pages": pages, "weights": weights}
+        running = [request.id for request in self.scheduler.running]
+        return {"layout": self.switcher.layout.name, "running": running, "pages": pages, "weights": weights}
 
 
 def _hash(parts: Sequence[np.ndarray]) -> str:
@@ -292,8 +295,8 @@ def serve(
     """Serve `jobs` from the start, but for those that an event adds, and carry out events before their step.
 
     Events: ("add", job), ("abort", job), ("switch", layout, method, rebalance), ("cancel",), ("fault", Fault or None),
-    ("settle",), which steps until the last switch has ended, ("drain",), ("status",), which notes the last switch's, and
-    ("refuses", job), which notes it and adds a job that must be refused.
+    ("settle",), which steps until the last switch has ended, ("drain",), ("status",), which notes the last switch's,
+    and ("refuses", job), which notes it and adds a job that must be refused.
     """
     replica = Replica(rank, model, geometry, layout, limits)
     noted = []
@@ -373,17 +376,22 @@ def inject(
             replica.add(base + id, job)
         for _ in range(5):
             replica.step()
-        replica.fault = fault
+        replica.fault, replica.staged, replica.lossy, replica.arenas.failed = fault, 0, 0, 0
         record = replica.switch(target, method)
         replica.settle(record)
-        after = replica.switcher.layout.name
+        seen = {
+            "after": replica.switcher.layout.name,
+            "staged": replica.staged,
+            "lossy": replica.lossy,
+            "failed_reads": replica.arenas.failed,
+        }
         replica.fault = None
         for _ in range(3):
             replica.step()
         replica.settle(replica.switch(target, method))
         replica.drain()
         summary = replica.summary()
-        summary["after"] = after
+        summary.update(seen)
         summary["tokens"] = {id - base: tokens for id, tokens in summary["tokens"].items()}
         results.append(summary)
     return results
@@ -456,7 +464,7 @@ def traffic(
     seeds: Sequence[int],
     num_actions: int,
 ) -> list[dict[str, Any]]:
-    """Random arrivals, aborts, switches, cancellations and faults. One summary a seed; `which` says whose tokens are whose."""
+    """Random arrivals, aborts, switches, cancellations and faults. One summary a seed."""
     results = []
     for seed in seeds:
         rng = random.Random(seed)

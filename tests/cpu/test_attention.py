@@ -127,7 +127,7 @@ def test_parts_of_position_sharded_history_merge_to_the_whole(page_size: int) ->
 def test_expanded_attention_is_the_same_attention(
     monkeypatch: pytest.MonkeyPatch, budget: int, scattered: bool, dtype: torch.dtype
 ) -> None:
-    """Keys and values expanded by KV-B, against dense per-head attention in float64, for rows that need not be neighbours."""
+    """Keys and values expanded by KV-B, against dense per-head attention in float64, for any rows."""
     monkeypatch.setattr(attention, "_EXPANDED_ELEMENTS", budget)
     nope_dim, rotary_dim, value_dim, latent_dim, num_heads = 12, 8, 20, 48, 3
     sequences = [(150, list(range(20, 150))), (40, [39]), (70, [*range(0, 16), *range(48, 64)])]

@@ -11,7 +11,8 @@ import pytest
 
 from splash.core.diff import NO_SOURCE
 from splash.core.layout import CP, DCP, DP, TP
-from splash.switch.manifest import Manifest, count, rank_copies, settle, validate
+from splash.switch.checks import validate
+from splash.switch.manifest import Manifest, count, rank_copies, settle
 from tests.arenas import fixed_case, tiny_geometry
 
 

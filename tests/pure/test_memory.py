@@ -173,7 +173,7 @@ def test_kv_tokens_are_every_ranks_slots_at_balanced_load(geometry: ArenaGeometr
     copies = page_holders(np.arange(geometry.ranks), np.arange(geometry.ranks), layout, geometry.ranks)[0].sum()
     assert fitting.page_slots == page_slots(geometry, layout).min()
     assert fitting.kv_tokens == fitting.page_slots * geometry.ranks // copies * geometry.page_size
-    # Uneven slots can favour the ranks that hold the first pages, so the bound is all slots rather than T times the least.
+    # Uneven slots can favour the ranks that hold the first pages, so the bound is all slots, not T times the least.
     assert fitting.longest_context * geometry.ranks <= page_slots(geometry, layout).sum() // copies * geometry.page_size
 
 

@@ -1,0 +1,72 @@
+"""Release requests as they fall due: the one reading of a workload that a simulator and a benchmark client share."""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+import numpy as np
+
+from splash.workload.requests import Requests
+
+
+class Feed:
+    """Says which requests to send now, given the time and which ones have finished.
+
+        feed = Feed(requests)
+        while not feed.exhausted:
+            send(feed.take(now))  # then wait until feed.next_time() or a finish, whichever comes first
+            feed.finish(index, now)
+
+    Times are seconds from the start of the workload and never go back. Requests fall due in order of time, ties in order
+    of index; with `requests.concurrency` they wait in that order for a place.
+    """
+
+    def __init__(self, requests: Requests) -> None:
+        self.in_flight = 0
+        self._limit = requests.concurrency if requests.concurrency is not None else math.inf
+        self._delay_s = requests.delay_s
+        self._roots = np.flatnonzero(requests.after < 0)
+        self._root_time_s = requests.time_s[self._roots]
+        self._next_root = 0
+        waiting = np.flatnonzero(requests.after >= 0)
+        self._followers = waiting[np.argsort(requests.after[waiting], kind="stable")]
+        self._first_follower = np.searchsorted(requests.after[self._followers], np.arange(len(requests) + 1))
+        self._released: list[tuple[float, int]] = []
+        self._left = len(requests)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every request has been taken."""
+        return self._left == 0
+
+    def next_time(self) -> float:
+        """When the next request falls due, in seconds; infinite while that takes a finish first."""
+        return self._head()[0] if self.in_flight < self._limit else math.inf
+
+    def take(self, now_s: float) -> list[tuple[int, float]]:
+        """(index, time due in seconds) of every request to send at `now_s`; they count as in flight from here on."""
+        taken = []
+        while self.next_time() <= now_s:
+            due_s, index = self._head()
+            if self._released and self._released[0] == (due_s, index):
+                heapq.heappop(self._released)
+            else:
+                self._next_root += 1
+            self.in_flight += 1
+            self._left -= 1
+            taken.append((index, due_s))
+        return taken
+
+    def finish(self, index: int, now_s: float) -> None:
+        """Request `index`, which was taken, has ended at `now_s`: make room, and start the clocks that wait for it."""
+        assert self.in_flight > 0
+        self.in_flight -= 1
+        for follower in self._followers[self._first_follower[index] : self._first_follower[index + 1]].tolist():
+            heapq.heappush(self._released, (now_s + float(self._delay_s[follower]), follower))
+
+    def _head(self) -> tuple[float, int]:
+        root = (math.inf, -1)
+        if self._next_root < len(self._roots):
+            root = (float(self._root_time_s[self._next_root]), int(self._roots[self._next_root]))
+        return min(root, self._released[0]) if self._released else root

@@ -1,0 +1,186 @@
+"""The scheduler across switches, against a fake group: what a switch does to it, and how a failed one is undone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from splash.core.errors import RequestError
+from splash.core.layout import DOP, LAYOUTS, TP, Layout
+from splash.core.pages import HeldPages, PagePool
+from splash.scheduler.owners import balance_owners
+from splash.scheduler.scheduler import Scheduler
+from tests.pure.test_scheduler import VOCABULARY, FakeGroup, drain, greedy, make
+
+
+def target_state(
+    scheduler: Scheduler, layout: Layout, slots: Sequence[int], rng: random.Random, withheld: int
+) -> tuple[PagePool, dict[int, HeldPages], list[list[int]]] | None:
+    """The pages of the running requests in another layout, of owners at random, and slots withheld until the commit.
+
+    None where they do not fit.
+    """
+    pool = PagePool(layout, [np.arange(count) for count in slots])
+    held = {}
+    for request in scheduler.running:
+        assert request.held is not None
+        held[request.id] = HeldPages(rng.randrange(pool.ranks), pool.ranks)
+        if not pool.grow(held[request.id], len(request.held)):
+            return None
+    free = []
+    for rank, count in enumerate(slots):
+        used = {slot for pages in held.values() for slot in pages.table.slots_on(rank).tolist()}
+        free.append([slot for slot in range(count) if slot not in used][:withheld])
+    return PagePool(layout, [np.arange(count) for count in slots], held.values(), free), held, free
+
+
+def commit(
+    scheduler: Scheduler, group: FakeGroup, layout: Layout, held: dict[int, HeldPages], released: Sequence[int]
+) -> None:
+    """Let the fake group hold what it would hold after a switch. Those to be released may be unknown to it by now."""
+    size = scheduler.config.page_size
+    group.layout = layout
+    group.tables = {id: list(pages.table.rows(0, -(-group.computed.get(id, 0) // size))) for id, pages in held.items()}
+    group.computed = {id: group.computed.get(id, 0) for id in held}
+    group.owners = {id: pages.owner for id, pages in held.items()}
+    for id in released:
+        for kept, nothing in ((group.tables, []), (group.computed, 0), (group.owners, 0)):
+            kept.setdefault(id, nothing)
+
+
+@settings(max_examples=200)
+@given(
+    layouts=st.lists(st.sampled_from(sorted(LAYOUTS)).map(LAYOUTS.__getitem__), min_size=2, max_size=4),
+    slots=st.lists(st.integers(3, 12), min_size=1, max_size=4).map(tuple),
+    page_size=st.sampled_from([1, 2, 4]),
+    max_num_seqs=st.integers(1, 6),
+    max_batched_tokens=st.integers(1, 12),
+    seed=st.integers(0, 2**32),
+    num_requests=st.integers(1, 12),
+    abort_rate=st.sampled_from([0.0, 0.1, 0.3]),
+)
+def test_switches_that_commit_or_fail_lose_nothing(
+    layouts: list[Layout],
+    slots: tuple[int, ...],
+    page_size: int,
+    max_num_seqs: int,
+    max_batched_tokens: int,
+    seed: int,
+    num_requests: int,
+    abort_rate: float,
+) -> None:
+    scheduler, group = make(layouts[0], slots, max_num_seqs, max_batched_tokens, 24, page_size, seed)
+    rng = random.Random(seed + 1)
+    asked: dict[int, int] = {}
+    outputs: dict[int, int] = {}
+    live: set[int] = set()
+    next_id = 0
+
+    def arrive() -> None:
+        nonlocal next_id
+        prompt = [rng.randrange(1, VOCABULARY) for _ in range(rng.randint(1, 12))]
+        count = rng.randint(1, 10)
+        try:
+            scheduler.add(next_id, prompt, greedy(max_tokens=count), 0)
+        except RequestError:
+            pass
+        else:
+            asked[next_id], outputs[next_id] = count, 0
+            live.add(next_id)
+        next_id += 1
+
+    def maybe_abort() -> None:
+        if live and rng.random() < abort_rate:
+            id = rng.choice(sorted(live))
+            scheduler.abort(id)
+            live.discard(id)
+
+    def fits(layout: Layout) -> bool:
+        pool = PagePool(layout, [np.arange(count) for count in slots])
+        needs = [-(-request.max_positions // page_size) for request in scheduler.requests]
+        return all(any(pool.fits_alone(rank, need) for rank in range(pool.ranks)) for need in needs)
+
+    for _ in range(4000):
+        if next_id < num_requests and rng.random() < 0.6:
+            arrive()
+        if next_id == num_requests and not scheduler.has_work:
+            break
+        maybe_abort()
+        state, before = None, None
+        layout = rng.choice(layouts)
+        if rng.random() < 0.4 and fits(layout):
+            state = target_state(scheduler, layout, slots, rng, rng.choice([0, 0, 2]))
+        if state is not None:
+            source = scheduler.pool, scheduler.epoch
+            before = scheduler.rebase(*state[:2])
+            assert scheduler.epoch == source[1] + 1
+            plan = scheduler.schedule() or scheduler.schedule_empty()
+        else:
+            plan = scheduler.schedule()
+            if plan is None:
+                continue
+        maybe_abort()
+        if rng.random() < 0.3 and next_id < num_requests:
+            arrive()
+        if before is not None and (rng.random() < 0.6 or not plan.queries):
+            scheduler.retract(before)
+            group.next_step += 1
+            assert (scheduler.pool, scheduler.epoch) == source
+            continue
+        if state is not None:
+            commit(scheduler, group, layout, state[1], plan.released)
+            scheduler.pool.free(state[2])
+        for progress in scheduler.apply(group.run(plan)):
+            outputs[progress.id] += 1
+            if progress.finish_reason is not None:
+                live.discard(progress.id)
+                assert outputs[progress.id] == asked[progress.id]
+    else:
+        raise AssertionError("livelock")
+    assert not live
+    assert scheduler.free_pages == list(slots)
+    assert scheduler.tokens_per_rank == [0] * len(slots)
+    scheduler.add(num_requests, [1], greedy(max_tokens=1), 0)
+    drain(scheduler, group)
+    assert set(group.history) == set(group.tables) == {num_requests}, "the ranks were not told to forget the others"
+
+
+def test_a_request_must_fit_before_and_after_while_a_switch_is_in_flight() -> None:
+    """The step may be retracted: a request that came meanwhile would wait for ever where it never fits."""
+    scheduler, group = make(DOP, (4, 4), page_size=4)
+    scheduler.add(0, [1, 2], greedy(max_tokens=4), 0)
+    scheduler.apply(group.run(scheduler.schedule()))
+    state = target_state(scheduler, TP, (8, 8), random.Random(0), 0)
+    assert state is not None
+    before = scheduler.rebase(*state[:2])
+    scheduler.schedule()
+    with pytest.raises(RequestError, match="in layout dop"):
+        scheduler.add(1, [1] * 20, greedy(max_tokens=4), 0)
+    scheduler.retract(before)
+    group.next_step += 1
+    drain(scheduler, group)
+    assert scheduler.free_pages == [4, 4]
+
+
+def test_a_request_waits_for_pages_that_a_switch_withholds() -> None:
+    """All that runs has ended when a switch withholds slots: the next request waits for them, and that is no error."""
+    scheduler, group = make(DOP, (6,), page_size=4)
+    scheduler.add(0, [1] * 20, greedy(max_tokens=4), 0)
+    pool = PagePool(TP, [np.arange(6)], (), [[0, 1, 2]])
+    scheduler.rebase(pool, {})
+    assert scheduler.schedule() is None
+    pool.free([[0, 1, 2]])
+    group.layout = TP
+    drain(scheduler, group)
+
+
+def test_owners_chosen_before_stand_as_long_as_they_have_room() -> None:
+    assert balance_owners([3, 2, 2, 1], [9, 9]) == [0, 1, 1, 0]
+    assert balance_owners([3, 2, 2, 1], [9, 9], [1, None, 1, None]) == [1, 0, 1, 0]
+    assert balance_owners([3, 2, 2, 1], [9, 4], [1, None, 1, None]) == [1, 0, 0, 1]
+    assert balance_owners([3, 4], [9, 4], [1, 1]) == [1, 0]
