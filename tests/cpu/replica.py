@@ -1,0 +1,280 @@
+"""A whole engine on every rank: all schedule and switch alike, and rank 0 tells the others its tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from splash.core.errors import CapacityError
+from splash.core.layout import LAYOUTS, Projections
+from splash.core.memory import ArenaGeometry
+from splash.core.pages import PagePool
+from splash.core.request import SamplingParams
+from splash.core.step import StepOutput, StepPlan
+from splash.engine import switching
+from splash.engine.runner import ModelRunner
+from splash.engine.switching import Switcher
+from splash.layouts.tables import PageTables
+from splash.platform.base import Arenas, Rank
+from splash.scheduler.config import SchedulerConfig
+from splash.scheduler.request import Progress
+from splash.scheduler.scheduler import Scheduler
+from splash.switch import transfer
+from splash.switch.manifest import rank_copies
+from splash.switch.orders import SwitchRecord
+from splash.switch.transfer import LayerCopies
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request: `count` greedy tokens after `prompt`."""
+
+    prompt: tuple[int, ...]
+    count: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How a replica batches and switches."""
+
+    budget: int = 48
+    max_num_seqs: int = 8
+    max_model_len: int = 1024
+    staging_bytes: int = 64 * MIB
+    step_bytes: int = 64 << 10
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong on one rank.
+
+    Attributes:
+        kind: "read" (of `layer`, of a peer's arena or the own one), "manifest", "table", "memory" (no staging buffer),
+            "validate" or "capacity" (while the commit is planned, on every rank alike).
+        rank, layer: where.
+    """
+
+    kind: str
+    rank: int = 0
+    layer: int = 0
+
+
+class FaultyArenas(Arenas):
+    """Arenas of which one layer cannot be read while `broken_layer` is set."""
+
+    def __init__(self, arenas: Arenas) -> None:
+        self._arenas = arenas
+        self.broken_layer: int | None = None
+        self.failed = 0
+
+    def local(self, layer: int) -> torch.Tensor:
+        return self._arenas.local(layer)
+
+    def peer(self, rank: int, layer: int) -> torch.Tensor:
+        if layer == self.broken_layer:
+            self.failed += 1
+            raise OSError("the mapping is gone")
+        return self._arenas.peer(rank, layer)
+
+
+class Replica:
+    """A whole engine on one rank: what `Engine.step` does, with tokens from rank 0."""
+
+    def __init__(self, rank: Rank, model: str, geometry: ArenaGeometry, layout: str, limits: Limits) -> None:
+        torch.set_grad_enabled(False)
+        self.arenas = FaultyArenas(rank.arenas)
+        self.rank = dataclasses.replace(rank, arenas=self.arenas)
+        self.geometry = geometry
+        self.runner = ModelRunner(model, geometry, self.rank, layout, "float32", limits.max_model_len, ())
+        config = SchedulerConfig(
+            limits.max_num_seqs, limits.budget, limits.max_model_len, frozenset(), geometry.page_size
+        )
+        self.scheduler = Scheduler(config, PagePool.of_geometry(geometry, LAYOUTS[layout]))
+        self.switcher = Switcher(self.scheduler, geometry, limits.staging_bytes, limits.step_bytes)
+        self.fault: Fault | None = None
+        self.tokens: dict[int, list[int]] = {}
+        self.finished: set[int] = set()
+        self.aborted: set[int] = set()
+        self.records: list[SwitchRecord] = []
+        self.steps = 0
+        self.staged = 0  # pages, and head groups, that commits staged
+        self.lossy = 0  # commits that could not be abandoned
+        self._answer: tuple[StepOutput | None, Any] | None = None
+
+    def add(self, id: int, job: Job) -> None:
+        self.scheduler.add(id, job.prompt, SamplingParams(max_tokens=job.count, temperature=0.0, ignore_eos=True), 0)
+        self.tokens[id] = []
+
+    def abort(self, id: int) -> None:
+        if id not in self.finished:
+            self.aborted.add(id)
+        self.scheduler.abort(id)
+
+    def switch(self, layout: str, method: str = "auto", rebalance: bool = False) -> SwitchRecord:
+        record = self.switcher.request(LAYOUTS[layout], method, rebalance, lambda record: None)
+        self.records.append(record)
+        return record
+
+    @property
+    def has_work(self) -> bool:
+        return self._answer is not None or self.scheduler.has_work or self.switcher.active is not None
+
+    @property
+    def in_flight(self) -> bool:
+        return self._answer is not None
+
+    def step(self) -> None:
+        """Take in the step in flight, then begin another; on a rank it is over when this returns."""
+        if self._answer is not None:
+            output, outcome = self._answer
+            self._answer = None
+            ran = outcome is None or self.switcher.settle(outcome)
+            if ran:
+                assert output is not None
+                self._take(self.scheduler.apply(output))
+        run = self._planned()
+        if run is None:
+            return
+        order = run.switch
+        if order is not None:
+            copies = [rank_copies(order.manifest, self.geometry, rank) for rank in range(self.rank.size)]
+            self.staged += sum(own.num_staged + own.weights_staged for own in copies)
+            self.lossy += not order.manifest.abandonable
+        if order is not None and self._hits("manifest"):
+            order = msgspec.structs.replace(order, manifest=msgspec.structs.replace(order.manifest, epoch=-1))
+        if order is not None and self._hits("table"):
+            self._break_a_table(order.manifest.requests)
+        if order is not None and self._hits("memory"):
+            transfer.LayerCopies = _no_memory
+        self.arenas.broken_layer = self.fault.layer if self.fault and self._hits("read") else None
+        output, outcome = self.runner.run(run.plan, order)
+        if order is not None and self._hits("memory"):
+            transfer.LayerCopies = LayerCopies
+        if order is not None and self._hits("table"):
+            self.runner._tables = self._tables_before
+        if outcome is None or not outcome.error:
+            output = self._agree(run.plan, output)
+        self._answer = output, outcome
+        if run.ahead is not None:
+            self.runner.copy_ahead(run.ahead)
+        self.arenas.broken_layer = None
+        self.steps += 1
+
+    def _planned(self) -> Any:
+        kind = self.fault.kind if self.fault else ""
+        validate, plan = switching.validate, self.switcher._plan
+        if kind == "validate":
+            switching.validate = _invalid
+        if kind == "capacity" and self.switcher._active is not None and self.switcher._active.commit_next:
+            self.switcher._plan = _no_room
+            self.fault = None
+        try:
+            return self.switcher.next_run()
+        finally:
+            switching.validate, self.switcher._plan = validate, plan
+
+    def _hits(self, kind: str) -> bool:
+        return self.fault is not None and (self.fault.kind, self.fault.rank) == (kind, self.rank.rank)
+
+    def _break_a_table(self, requests: Sequence[int]) -> None:
+        tables = {request.id: self.runner._tables.slots(request.id).copy() for request in self.scheduler.running}
+        self._tables_before = self.runner._tables
+        tables[next(request for request in requests if len(tables[request]))][0] += 1
+        self.runner._tables = PageTables(self.rank.size, tables)
+
+    def _agree(self, plan: StepPlan, output: StepOutput | None) -> StepOutput:
+        requests = tuple(query.request for query in plan.queries if query.sample)
+        own = torch.tensor(output.tokens if output is not None else (), dtype=torch.int64)
+        tokens = self.rank.comm.all_gather(own, [len(requests), *[0] * (self.rank.size - 1)]).tolist()
+        return StepOutput(plan.step, plan.epoch, requests, tuple(tokens), (None,) * len(requests))
+
+    def _take(self, progress: Sequence[Progress]) -> None:
+        for item in progress:
+            self.tokens[item.id].append(item.token)
+            if item.finish_reason is not None:
+                self.finished.add(item.id)
+
+    def drain(self, max_steps: int = 5000) -> None:
+        for _ in range(max_steps):
+            if not self.has_work:
+                return
+            self.step()
+        raise AssertionError(f"no end after {max_steps} steps; switch {self.switcher.active}")
+
+    def settle(self, record: SwitchRecord, max_steps: int = 500) -> None:
+        """Step until a switch has ended."""
+        for _ in range(max_steps):
+            if record in self.switcher.history:
+                return
+            self.step()
+        raise AssertionError(f"a switch does not end: {record}")
+
+    def summary(self) -> dict[str, Any]:
+        """What tests look at, in the end."""
+        return {
+            "tokens": {id: tokens for id, tokens in self.tokens.items() if id not in self.aborted},
+            "finished": self.finished,
+            "records": [msgspec.to_builtins(record) for record in self.records],
+            "pages_back": self.scheduler.pool.num_free == self.scheduler.pool.num_total,
+            "layout": self.switcher.layout.name,
+            "pool_layout": self.scheduler.pool.layout.name,
+            "preemptions": self.scheduler.num_preemptions,
+            "tables": len(self.runner._tables),
+            "steps": self.steps,
+            "staged": self.staged,
+            "lossy": self.lossy,
+        }
+
+    def digests(self, written: Mapping[int, int]) -> dict[str, Any]:
+        """Hashes of what this rank holds: pages by (request, number), and head groups, over all layers.
+
+        Args:
+            written: request -> positions to look at.
+        """
+        pages = {}
+        layers = [self.rank.arenas.local(layer).numpy() for layer in range(self.geometry.spec.num_layers)]
+        slot_bytes, token = self.geometry.slot_bytes, self.geometry.kv.token_bytes
+        for request in self.scheduler.running:
+            assert request.held is not None
+            for number in range(-(-written[request.id] // self.geometry.page_size)):
+                slot = int(request.held.table.slots_cT[number, self.rank.rank])
+                if slot >= 0:
+                    filled = min(written[request.id] - number * self.geometry.page_size, self.geometry.page_size)
+                    start = slot * slot_bytes
+                    pages[request.id, number] = _hash([layer[start : start + filled * token] for layer in layers])
+        every = self.switcher.layout.projections is Projections.REPLICATED
+        groups = range(self.rank.size) if every else [self.rank.rank]
+        weights = {}
+        for group in groups if self.geometry.spec.num_heads % self.rank.size == 0 else []:
+            runs = [self.geometry.run(module, group) for module in self.geometry.modules]
+            weights[group] = _hash([layer[start : start + size] for layer in layers for start, size in runs])
+        running = [request.id for request in self.scheduler.running]
+        return {"layout": self.switcher.layout.name, "running": running, "pages": pages, "weights": weights}
+
+
+def _hash(parts: Sequence[np.ndarray]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(part.tobytes())
+    return digest.hexdigest()
+
+
+def _invalid(*_: object) -> None:
+    raise ValueError("manifest: not so")
+
+
+def _no_room(*_: object) -> Any:
+    raise CapacityError("no room, says the test")
+
+
+def _no_memory(*_: object, **__: object) -> Any:
+    raise RuntimeError("out of memory")
