@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import uvicorn
+import uvloop
 
 import splash
 from splash.core.errors import ConfigError, SplashError, WorkerError
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options, config = read_options(arguments)
         with bind(options.host, options.port) as listener:
-            return asyncio.run(_serve(options, config, listener))
+            return uvloop.run(_serve(options, config, listener))
     except SplashError as error:
         print(f"splash: {' '.join(str(error).split())}", file=sys.stderr)
         return 1 if isinstance(error, WorkerError) else 2
@@ -150,6 +151,7 @@ async def _serve(options: ServeOptions, config: EngineConfig, listener: socket.s
     server = _Server(
         uvicorn.Config(
             app,
+            http="httptools",
             lifespan="off",
             log_config=None,
             access_log=False,

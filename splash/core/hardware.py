@@ -1,7 +1,7 @@
 """Hardware descriptions: what one rank's device can hold and how fast it is. Data, read from conf/hardware.
 
 A description has peak figures and `Costs`, what is reached of them in practice. `python -m splash.calibrate` measures
-both on the machine at hand and writes them to a file, a `Calibration`, whose figures take the place of the description's.
+both on the machine at hand and writes them to a file, a `Calibration`, whose figures take the description's place.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from splash.core.errors import ConfigError
 
 PLATFORMS = ("cpu", "cuda", "rocm")
 GIB = 1 << 30
+SHARES = ("gemm", "memory", "movement", "absorbed", "expanded", "decode_memory", "indexer", "trickle")
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Costs:
 
     Attributes:
         gemm: share of the peak rate that a large matrix product reaches.
-        memory: share of the memory bandwidth at which weights and activations are read.
+        memory: share of the memory bandwidth at which products read weights and activations.
+        movement: the same of operations that rearrange activations into memory that they allocate.
         absorbed: share of the peak rate of absorbed attention (also of decode, where it is bound by arithmetic).
         expanded: share of the peak rate of expanded attention.
         decode_memory: share of the memory bandwidth at which attention reads the cache.
@@ -48,7 +50,7 @@ class Costs:
         overlap: most of the attention time that communication can hide behind, a share.
         expert_skew: rows of the experts of the busiest rank, over what uniform routing would give it.
         op_us: time that an operation takes on the device however little it computes, microseconds.
-        launch_us: time to start an operation from the host where no graph does it, microseconds; 0 where it is in op_us.
+        launch_us: time to start an operation from the host where no graph does, microseconds; 0 where op_us has it.
         step_us: time a step outside the layers: planning, sending, sampling, microseconds.
         request_us: the same a request, microseconds.
         attention_us: time that attention takes a layer and sequence besides its arithmetic and reads, microseconds.
@@ -67,6 +69,7 @@ class Costs:
 
     gemm: float
     memory: float
+    movement: float
     absorbed: float
     expanded: float
     decode_memory: float
@@ -92,7 +95,7 @@ class Costs:
     switch_us: float
 
     def __post_init__(self) -> None:
-        for field in ("gemm", "memory", "absorbed", "expanded", "decode_memory", "indexer", "trickle"):
+        for field in SHARES:
             _check(f"costs.{field}", 0 < getattr(self, field) <= 1, "above 0 and at most 1", getattr(self, field))
         _check("costs.overlap", 0 <= self.overlap <= 1, "between 0 and 1", self.overlap)
         for field in ("expert_skew", "pull_slowdown", "trickle_slowdown"):
@@ -260,6 +263,11 @@ def calibrated(hardware: Hardware) -> Hardware:
         found = load_calibration(path)
         if (found.name, found.platform) != (hardware.name, hardware.platform):
             return hardware
+    return with_figures(hardware, found)
+
+
+def with_figures(hardware: Hardware, found: Calibration) -> Hardware:
+    """`hardware` with what a calibration measured in the place of its figures."""
     return dataclasses.replace(
         hardware,
         bf16_tflops=hardware.bf16_tflops if found.bf16_tflops is None else found.bf16_tflops,

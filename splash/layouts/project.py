@@ -38,8 +38,8 @@ class Heads:
         """Queries [n, h, N + R], rotated, of rows with Q-B input `x_nQ`."""
         num_heads, head_dim, _ = self.q_b.shape
         q_nhd = (x_nQ @ self.q_b.flatten(0, 1).t()).view(-1, num_heads, head_dim)
-        rotary_nhR = kernels.rotate(q_nhd[..., self.nope_dim :], cos_nR, sin_nR)
-        return torch.cat((q_nhd[..., : self.nope_dim], rotary_nhR), dim=-1)
+        q_nhd[..., self.nope_dim :] = kernels.rotate(q_nhd[..., self.nope_dim :], cos_nR, sin_nR)
+        return q_nhd
 
     def absorb(self, q_nhd: Tensor) -> Tensor:
         """Queries [n, h, N + R] moved into the latent space: [n, h, C + R]."""

@@ -18,8 +18,8 @@ class Feed:
             send(feed.take(now))  # then wait until feed.next_time() or a finish, whichever comes first
             feed.finish(index, now)
 
-    Times are seconds from the start of the workload and never go back. Requests fall due in order of time, ties in order
-    of index; with `requests.concurrency` they wait in that order for a place.
+    Times are seconds from the start of the workload and never go back. Requests fall due in order of time, ties in
+    order of index; with `requests.concurrency` they wait in that order for a place.
     """
 
     def __init__(self, requests: Requests) -> None:
@@ -47,8 +47,10 @@ class Feed:
     def take(self, now_s: float) -> list[tuple[int, float]]:
         """(index, time due in seconds) of every request to send at `now_s`; they count as in flight from here on."""
         taken = []
-        while self.next_time() <= now_s:
+        while self.in_flight < self._limit and self._left:
             due_s, index = self._head()
+            if index < 0 or due_s > now_s:
+                break
             if self._released and self._released[0] == (due_s, index):
                 heapq.heappop(self._released)
             else:

@@ -11,7 +11,7 @@ are made on demand:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -115,18 +115,22 @@ class Requests:
         """
         if not len(self):
             return np.zeros(0, np.int64)
-        owner, begin, node = _chain(self.segment_start, self.segment_stream, self.segment_len)
+        begin, node = _chain(self.segment_start, self.segment_stream, self.segment_len)
         reach = self.segment_len.copy()
         if self.output_key is None:
             reach[self.segment_start[1:] - 1] += self.output_len
         order = np.argsort(node, kind="stable")  # by what leads up to here and goes on; within, by request
         new_group = np.append(True, np.diff(node[order]) != 0)
-        band = np.cumsum(new_group).astype(np.int64) << 40  # a running maximum that starts afresh in every group
+        band = np.cumsum(new_group).astype(np.int64) << 33  # a running maximum that starts afresh in every group
         longest = np.maximum.accumulate(band + reach[order])
         earlier = np.zeros_like(reach)
-        earlier[order[1:]] = np.where(new_group[1:], 0, longest[:-1] - band[1:])
+        earlier[order[1:]] = longest[:-1] - band[1:]  # below 0 from one group to the next
         shared = np.where(earlier > 0, begin + np.minimum(self.segment_len, earlier), 0)
         return np.maximum.reduceat(shared, self.segment_start[:-1])
+
+    def limited(self, concurrency: int) -> Requests:
+        """The same requests, at most `concurrency` of them in flight."""
+        return replace(self, concurrency=concurrency)
 
     def arrivals(self, start: int = 0, stop: int | None = None) -> Iterator[Arrival]:
         """Requests `start` to `stop` as values, for code that takes one at a time."""
@@ -189,7 +193,7 @@ class Requests:
             streams = np.insert(streams, starts[1:], generated)
             lengths = np.insert(lengths, starts[1:], self.output_len[start:stop])
             starts = starts + np.arange(len(starts))
-        _, begin, node = _chain(starts, streams, lengths)
+        begin, node = _chain(starts, streams, lengths)
         ends = np.cumsum(lengths)
         totals = np.add.reduceat(lengths, starts[:-1])
         counts = -(-totals // block_size) if partial else totals // block_size
@@ -205,8 +209,8 @@ class Requests:
         return self.segment_stream[inside], self.segment_len[inside]
 
 
-def _chain(starts: Ints, streams: Bits, lengths: Ints) -> tuple[Ints, Ints, Bits]:
-    """Of each segment: its request, its first position there, and a key of all that leads up to it and its stream.
+def _chain(starts: Ints, streams: Bits, lengths: Ints) -> tuple[Ints, Bits]:
+    """Of each segment: its first position in its prompt, and a key of all that leads up to it and its stream.
 
     The key of what leads up is a sum of hashes that know their place, which a running sum gives for all at once.
     """
@@ -216,7 +220,7 @@ def _chain(starts: Ints, streams: Bits, lengths: Ints) -> tuple[Ints, Ints, Bits
     before = np.cumsum(part, dtype=np.uint64) - part
     ends = np.cumsum(lengths)
     begin = ends - lengths
-    return owner, begin - begin[starts[owner]], hashed(before - before[starts[owner]], streams)
+    return begin - begin[starts[owner]], hashed(before - before[starts[owner]], streams)
 
 
 def _token_ids(streams: Bits, offsets: npt.NDArray[Any], vocab_size: int, first: int) -> Ints:
