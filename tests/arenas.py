@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from splash.core.layout import CP, DP, LAYOUTS, TP, Layout, Projections
+from splash.core.layout import CP, DP, KV, LAYOUTS, TP, Layout, Projections
 from splash.core.memory import ArenaGeometry
+from splash.core.ownership import State
 from splash.core.pages import HeldPages, PagePool
 from splash.core.spec import KVFormat, ModelSpec, RopeSpec
 from splash.core.step import NO_SLOT
@@ -74,20 +75,46 @@ class Case:
 
     def fits(self) -> bool:
         """Whether the target has a slot for every page, reserved ones included."""
-        for rank in range(self.geometry.ranks):
-            wanted = sum(
-                holds_page(self.target, rank, number, owner, self.geometry.ranks)
-                for owner, table in zip(self.owners, self.occupancy.tables, strict=True)
-                for number in range(len(table))
-            )
-            if wanted > len(self.geometry.page_slots(self.target, rank)):
-                return False
-        return True
+        ranks = self.geometry.ranks
+        wanted = {
+            (rank, page)
+            for owner, table, pages in zip(self.owners, self.occupancy.tables, self.pages(), strict=True)
+            for number, page in zip(range(len(table)), pages, strict=True)
+            for rank in range(ranks)
+            if holds_page(self.target, rank, number, owner, ranks)
+        }
+        room = [len(self.geometry.page_slots(self.target, rank)) for rank in range(ranks)]
+        return all(sum(at == rank for at, _ in wanted) <= room[rank] for rank in range(ranks))
+
+    def pages(self) -> list[list[int]]:
+        """For each request, the pages that it claims."""
+        ends = np.cumsum(self.occupancy.lengths())[:-1]
+        return [part.tolist() for part in np.split(self.occupancy.page_c(), ends)] if len(self.owners) else []
+
+    def states(self) -> tuple[State, State]:
+        """Who holds the written pages before and after, in order of their first claims."""
+        counts = [self.num_written(index) for index in range(len(self.owners))]
+        numbers = np.concatenate([np.arange(count) for count in counts] or [np.empty(0, dtype=np.int64)])
+        row: dict[int, int] = {}
+        for pages, count in zip(self.pages(), counts, strict=True):
+            for page in pages[:count]:
+                row.setdefault(page, len(row))
+        rows = [row[page] for pages, count in zip(self.pages(), counts, strict=True) for page in pages[:count]]
+        claimed = np.array(rows, dtype=np.int64)
+        ranks, owners = self.geometry.ranks, (self.occupancy.owners, self.owners)
+        old, new = (np.repeat(np.array(own, dtype=np.int64), counts) for own in owners)
+        return (
+            State(self.occupancy.layout, ranks, numbers, old, claimed),
+            State(self.target, ranks, numbers, new, claimed),
+        )
 
 
 def page_counts(geometry: ArenaGeometry, layout: Layout, pages: Sequence[HeldPages]) -> list[int]:
+    """Slots of each rank that are left beside some requests' pages, which may be shared."""
     return [
-        len(geometry.page_slots(layout, rank)) - sum(p.counts[rank] for p in pages) for rank in range(geometry.ranks)
+        len(geometry.page_slots(layout, rank))
+        - len({slot for held in pages for slot in held.table.slots_on(rank).tolist()})
+        for rank in range(geometry.ranks)
     ]
 
 
@@ -111,9 +138,56 @@ def occupy(
     return held
 
 
+def share(
+    geometry: ArenaGeometry, layout: Layout, wishes: Sequence[tuple[int, int]], random: np.random.Generator
+) -> tuple[list[HeldPages], list[int]]:
+    """Requests that grow one after the other, most of them behind first pages that one before them has.
+
+    Where the layout keeps pages by request, another owner has copies of its own. Returns the requests, and how many
+    pages each shares.
+    """
+    pool = PagePool.of_geometry(geometry, layout)
+    held: list[HeldPages] = []
+    num_shared: list[int] = []
+    for owner, wish in wishes:
+        pages, common = HeldPages(owner, geometry.ranks), 0
+        if held and random.random() < 0.7:
+            other = int(random.integers(len(held)))
+            common = int(random.integers(len(held[other]) + 1))
+            ids, rows = held[other].ids[:common], held[other].table.rows(0, common)
+            if layout.kv is not KV.REQUEST or held[other].owner == owner:
+                pages = HeldPages(owner, geometry.ranks, rows, ids)
+            elif not ({*ids} & {id for mine in held if mine.owner == owner for id in mine.ids}) and pool.grow(
+                pages, common
+            ):
+                pages.ids[:] = ids
+            else:
+                common = 0
+            num_shared[other] = max(num_shared[other], common)
+        pool.grow(pages, min(wish, 3))
+        held.append(pages)
+        num_shared.append(common)
+    return held, num_shared
+
+
+def idle_slots(
+    geometry: ArenaGeometry, layout: Layout, held: Sequence[HeldPages], random: np.random.Generator
+) -> tuple[np.ndarray, ...]:
+    """Some of the slots that no request uses."""
+    idle = []
+    for rank in range(geometry.ranks):
+        used = [slot for pages in held for slot in pages.table.slots_on(rank).tolist()]
+        free = np.setdiff1d(geometry.page_slots(layout, rank), used)
+        idle.append(free[random.random(len(free)) < 0.5])
+    return tuple(idle)
+
+
 @st.composite
-def cases(draw: st.DrawFn, roomy: bool = False, tight: bool = False) -> Case:
-    """Any direction. `tight` cases start with every page on every rank and no slot free, and let most of them go."""
+def cases(draw: st.DrawFn, roomy: bool = False, tight: bool = False, shared: bool = False) -> Case:
+    """Any direction. `tight` cases start with every page on every rank and no slot free, and let most of them go.
+
+    In `shared` cases requests share pages, and some slots have idle pages in them.
+    """
     ranks = draw(st.sampled_from([1, 2, 2, 3, 4, 4, 8]), label="ranks")
     num_heads = draw(st.sampled_from([24] if tight else [24, 24, 24, 5]), label="heads")
     usable = [
@@ -134,7 +208,11 @@ def cases(draw: st.DrawFn, roomy: bool = False, tight: bool = False) -> Case:
     num_pages = st.just(most) if tight else st.integers(0, most) | st.just(most)
     wishes = draw(st.lists(st.tuples(rank_numbers, num_pages), max_size=6), label="owner, pages")
     random = np.random.default_rng(draw(st.integers(0, 2**32), label="seed"))
-    held = occupy(geometry, source, wishes, random)
+    num_shared = [0] * len(wishes)
+    if shared:
+        held, num_shared = share(geometry, source, wishes, random)
+    else:
+        held = occupy(geometry, source, wishes, random)
     # Most requests have written nearly all of their pages, some little or nothing.
     sizes = [len(pages) * geometry.page_size for pages in held]
     unwritten = draw(st.lists(st.integers(0, 5) | st.integers(0, 60), min_size=len(held), max_size=len(held)))
@@ -142,8 +220,13 @@ def cases(draw: st.DrawFn, roomy: bool = False, tight: bool = False) -> Case:
         layout=source,
         requests=tuple(int(id) for id in random.permutation(100)[: len(held)]),
         owners=tuple(pages.owner for pages in held),
-        written=tuple(max(0, size - less) for size, less in zip(sizes, unwritten, strict=True)),
+        written=tuple(
+            max(num * geometry.page_size, size - less)
+            for num, size, less in zip(num_shared, sizes, unwritten, strict=True)
+        ),
         tables=tuple(pages.table for pages in held),
+        pages=tuple(pages.ids for pages in held),
+        idle=idle_slots(geometry, source, held, random) if shared else (),
     )
     owners = draw(st.lists(rank_numbers, min_size=len(held), max_size=len(held)), label="new owners")
     return Case(geometry, occupancy, target, tuple(owners), random)
@@ -158,6 +241,7 @@ class Arenas:
     bytes: list[np.ndarray] = field(init=False)
     tokens: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
     groups: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
+    content: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)  # (page, offset) -> what is there
 
     def __post_init__(self) -> None:
         self.bytes = [self._noise(self.geometry.arena_bytes) for _ in range(self.geometry.ranks)]
@@ -174,12 +258,15 @@ class Arenas:
                 for rank, arena in enumerate(self.bytes):
                     if holds_group(case.occupancy.layout, rank, group):
                         arena[offset : offset + size] = content
-        for id, written, table in zip(
-            case.occupancy.requests, case.occupancy.written, case.occupancy.tables, strict=True
+        size = self.geometry.page_size
+        for id, written, table, pages in zip(
+            case.occupancy.requests, case.occupancy.written, case.occupancy.tables, case.pages(), strict=True
         ):
             for position in range(written):
-                content = self.tokens[id, position] = self._noise(self.geometry.kv.token_bytes)
-                for arena, slot in zip(self.bytes, table.slots_cT[position // self.geometry.page_size], strict=True):
+                at_page = (pages[position // size], position % size)
+                content = self.content.setdefault(at_page, self._noise(self.geometry.kv.token_bytes))
+                self.tokens[id, position] = content
+                for arena, slot in zip(self.bytes, table.slots_cT[position // size], strict=True):
                     if slot != NO_SLOT:
                         at = self.at(int(slot), position)
                         arena[at : at + len(content)] = content
@@ -271,7 +358,8 @@ def target_pool(case: Case, planned: Planned) -> tuple[PagePool, list[HeldPages]
     """The pool of the target layout; building it checks that tables lie in its slots, no slot twice, and holders."""
     ids = case.occupancy.requests
     held = [
-        HeldPages(owner, case.geometry.ranks, planned.tables[id]) for id, owner in zip(ids, case.owners, strict=True)
+        HeldPages(owner, case.geometry.ranks, planned.tables[id], pages)
+        for id, owner, pages in zip(ids, case.owners, case.pages(), strict=True)
     ]
     withheld = [slots.tolist() for slots in planned.withheld]
     return PagePool.of_geometry(case.geometry, case.target, held, withheld), held

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Self
 
 import numpy as np
 
@@ -202,15 +203,26 @@ class HeldPages:
     Attributes:
         owner: the request's owner rank, the same for as long as it holds pages.
         table: its pages.
+        ids: a number for each page that says what is in it: pages of one number are copies of each other, and in one
+            table or in several they are the same page where they lie in the same slot.
         counts: pages on each rank.
         last: slot of the last page on each rank, None where it holds none.
     """
 
-    __slots__ = ("counts", "last", "owner", "table")
+    __slots__ = ("counts", "ids", "last", "owner", "table")
 
-    def __init__(self, owner: int, ranks: int, pages: Iterable[Sequence[int]] | np.ndarray = ()) -> None:
+    def __init__(
+        self,
+        owner: int,
+        ranks: int,
+        pages: Iterable[Sequence[int]] | np.ndarray = (),
+        ids: Iterable[int] | None = None,
+    ) -> None:
+        """Hold `pages`, numbered `ids`. Where these are left out, no page is like another, and a pool numbers them."""
         self.owner = owner
         self.table = PageTable(ranks, pages)
+        self.ids = list(ids) if ids is not None else []
+        assert ids is None or len(self.ids) == len(self.table)
         on_rank = [self.table.slots_on(rank) for rank in range(ranks)]
         self.counts = [len(slots) for slots in on_rank]
         self.last: list[int | None] = [int(slots[-1]) if len(slots) else None for slots in on_rank]
@@ -240,12 +252,19 @@ class PagePool:
     ) -> None:
         self.layout = layout
         self.ranks = len(slots)
-        self._holders = [_HolderTable(layout, owner, self.ranks) for owner in range(self.ranks)]
-        used: list[list[int]] = [[] for _ in slots]
-        for held in resident:
+        self._holders = [HolderTable(layout, owner, self.ranks) for owner in range(self.ranks)]
+        residents = list(resident)
+        self._next_id = max((id for held in residents for id in held.ids), default=-1) + 1
+        # (slot, id): requests that share a page name it alike, and a slot with two names has two pages.
+        pages: list[set[tuple[int, int]]] = [set() for _ in slots]
+        for held in residents:
             assert not len(held) or held.counts == self._holders[held.owner].needs(0, len(held))
-            for rank, taken in enumerate(used):
-                taken.extend(held.table.slots_on(rank).tolist())
+            if len(held.ids) < len(held):
+                held.ids = self._new_ids(len(held))
+            for rank, taken in enumerate(pages):
+                own = held.table.slots_cT[:, rank].tolist()
+                taken.update(page for page in zip(own, held.ids, strict=True) if page[0] != NO_SLOT)
+        used = [[slot for slot, _ in taken] for taken in pages]
         for rank, kept_back in enumerate(withheld):
             used[rank].extend(kept_back)
         self._allocators = [PageAllocator(own, taken, border) for own, taken in zip(slots, used, strict=True)]
@@ -257,7 +276,7 @@ class PagePool:
         layout: Layout,
         resident: Iterable[HeldPages] = (),
         withheld: Sequence[Sequence[int]] = (),
-    ) -> PagePool:
+    ) -> Self:
         """The pool of a group whose arenas have this geometry."""
         slots = [geometry.page_slots(layout, rank) for rank in range(geometry.ranks)]
         # Pages under weights would have to move before a switch brings the weights, so they are the last resort.
@@ -281,7 +300,7 @@ class PagePool:
     def lacking(self, owner: int, first: int, count: int) -> list[int]:
         """The ranks that have too few free pages for the pages first .. first + count - 1 of a request of `owner`."""
         needs = self._holders[owner].needs(first, count)
-        return [rank for rank, need in enumerate(needs) if need > self._allocators[rank].num_free]
+        return [rank for rank, free in enumerate(self.num_free) if needs[rank] > free]
 
     def grow(self, held: HeldPages, count: int) -> bool:
         """Add `count` pages to a request on the ranks that hold them. Where any rank lacks one, add none: False."""
@@ -306,7 +325,12 @@ class PagePool:
                 page[rank] = next(supplies[rank])
             pages.append(page)
         held.table.extend(pages)
+        held.ids += self._new_ids(count)
         return True
+
+    def _new_ids(self, count: int) -> list[int]:
+        self._next_id += count
+        return list(range(self._next_id - count, self._next_id))
 
     def are_free(self, slots: Sequence[Sequence[int]]) -> bool:
         """Whether all of some slots of each rank are free."""
@@ -329,9 +353,10 @@ class PagePool:
             held.counts[rank] = 0
             held.last[rank] = None
         held.table.clear()
+        held.ids.clear()
 
 
-class _HolderTable:
+class HolderTable:
     """Who holds each page number of any request of one owner: the ownership rule, kept for quick look-up.
 
     Attributes:
@@ -344,14 +369,21 @@ class _HolderTable:
         self.holders: list[tuple[int, ...]] = []
         self._before = np.zeros((1, ranks), dtype=np.int64)  # [c, r]: pages on rank r of those numbered below c
 
+    def of(self, number: int) -> tuple[int, ...]:
+        """The ranks that hold page `number`."""
+        self._reach(number + 1)
+        return self.holders[number]
+
     def needs(self, first: int, count: int) -> list[int]:
         """Pages on each rank among the pages first .. first + count - 1."""
-        if first + count > len(self.holders):
-            self._extend(max(first + count, 2 * len(self.holders), 64))
+        self._reach(first + count)
         counts: list[int] = (self._before[first + count] - self._before[first]).tolist()
         return counts
 
-    def _extend(self, end: int) -> None:
+    def _reach(self, end: int) -> None:
+        if end <= len(self.holders):
+            return
+        end = max(end, 2 * len(self.holders), 64)
         numbers = np.arange(len(self.holders), end)
         ranks = self._before.shape[1]
         held = page_holders(numbers, np.full(len(numbers), self._owner), self._layout, ranks)

@@ -24,6 +24,7 @@ class EngineConfig:
         max_num_seqs: most requests that run at once.
         max_batched_tokens: most query rows a step; longer prompts are prefilled in chunks.
         kv_cache_gib: memory a rank for arenas (attention weights and KV pages of all layers), in GiB.
+        prefix_cache: requests that begin alike share the pages of what they have in common.
         switch_staging_mib: most memory a rank for staging one layer of a switch, in MiB.
         switch_copy_mib: most that a rank copies ahead of a switch after one step, in MiB.
         step_timeout_s: a step that takes longer counts as hung.
@@ -43,6 +44,7 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_batched_tokens: int = 2048
     kv_cache_gib: float = 1.0
+    prefix_cache: bool = True
     switch_staging_mib: float = 256.0
     switch_copy_mib: float = 2.0
     step_timeout_s: float = 120.0

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from splash.core.errors import CapacityError, ConfigError, RequestError
 from splash.core.layout import Layout, check_layout, parse_layout
 from splash.core.memory import ArenaGeometry, slots_for
-from splash.core.pages import PagePool
 from splash.core.request import TokenLogprob
 from splash.core.spec import DTYPE_BYTES, kv_format
 from splash.engine.config import EngineConfig
@@ -22,6 +21,7 @@ from splash.model.config import ModelConfig, check_servable, load_model_config, 
 from splash.platform import registry
 from splash.platform.base import Platform
 from splash.scheduler.config import SchedulerConfig
+from splash.scheduler.prefix_cache import PrefixCache
 from splash.scheduler.request import Progress
 from splash.scheduler.scheduler import Scheduler
 from splash.switch.orders import SwitchRecord
@@ -31,7 +31,11 @@ MIB, GIB = 1 << 20, 1 << 30
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A snapshot for people and for metrics. Page counts are by rank."""
+    """A snapshot for people and for metrics.
+
+    Page counts are by rank; pages that only the prefix cache holds are free. Of `prefix_queried_tokens`, those of all
+    prompts so far, `prefix_hit_tokens` were found in the prefix cache.
+    """
 
     layout: str
     running: int
@@ -40,6 +44,8 @@ class EngineStats:
     total_pages: tuple[int, ...]
     preemptions: int
     steps: int
+    prefix_queried_tokens: int
+    prefix_hit_tokens: int
 
 
 @dataclass
@@ -50,6 +56,7 @@ class _Live:
     number: int
     text: OutputText
     num_output: int = 0
+    num_cached: int = 0
 
     def output(
         self,
@@ -69,6 +76,7 @@ class _Live:
             stop_reason=stop_reason,
             num_prompt_tokens=len(self.request.prompt),
             num_output_tokens=self.num_output,
+            num_cached_tokens=self.num_cached,
         )
 
 
@@ -109,7 +117,7 @@ class Engine:
             f"context {self.max_model_len}"
         )
         geometry = self._geometry(config)
-        pool = PagePool.of_geometry(geometry, layout)
+        pool = PrefixCache.of_geometry(geometry, layout)
         progress(
             f"memory a rank: {geometry.arena_bytes * spec.num_layers / GIB:.2f} GiB of arenas, "
             f"{min(pool.num_total)} pages of {config.page_size} tokens in layout {layout}"
@@ -121,6 +129,7 @@ class Engine:
                 max_model_len=self.max_model_len,
                 page_size=config.page_size,
                 eos_token_ids=frozenset(self.model_config.eos_token_ids),
+                prefix_cache=config.prefix_cache,
             ),
             pool,
         )
@@ -261,6 +270,7 @@ class Engine:
     def _advance(self, live: _Live, item: Progress) -> RequestOutput:
         """Turn one new token into an output, ending the request where a stop string says so."""
         live.num_output += 1
+        live.num_cached = item.num_cached
         reason = item.finish_reason
         stop_reason: str | int | None = item.stop_reason
         # The token that ended the request is not part of its text.
@@ -290,6 +300,8 @@ class Engine:
             total_pages=tuple(self.scheduler.pool.num_total),
             preemptions=self.scheduler.num_preemptions,
             steps=self._steps,
+            prefix_queried_tokens=self.scheduler.num_queried,
+            prefix_hit_tokens=self.scheduler.num_hit,
         )
 
     def close(self) -> None:

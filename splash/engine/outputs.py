@@ -32,6 +32,7 @@ class RequestOutput:
         stop_reason: the stop string or stop token id that ended the request, None otherwise.
         num_prompt_tokens: tokens in the prompt.
         num_output_tokens: tokens generated so far.
+        num_cached_tokens: tokens of the prompt that were not computed but found in the prefix cache.
     """
 
     id: str
@@ -42,3 +43,4 @@ class RequestOutput:
     stop_reason: str | int | None
     num_prompt_tokens: int
     num_output_tokens: int
+    num_cached_tokens: int = 0

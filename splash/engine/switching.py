@@ -16,13 +16,15 @@ from splash.core.errors import CapacityError, ConfigError
 from splash.core.layout import KV, Layout, Projections, check_layout
 from splash.core.memory import ArenaGeometry
 from splash.core.pages import HeldPages, PagePool
+from splash.core.step import NO_SLOT
 from splash.engine.ahead import AheadCopies
 from splash.engine.messages import Run
 from splash.scheduler.owners import balance_owners
+from splash.scheduler.prefix_cache import PrefixCache
 from splash.scheduler.request import Rebase
 from splash.scheduler.scheduler import Scheduler
 from splash.switch.checks import validate
-from splash.switch.manifest import Occupancy, Planned, count, plan_switch, rank_copies
+from splash.switch.manifest import Occupancy, Planned, count, page_flags, plan_switch, rank_copies
 from splash.switch.orders import METHODS, SwitchOrder, SwitchOutcome, SwitchRecord
 
 HISTORY = 1000
@@ -145,7 +147,7 @@ class Switcher:
             return Run(plan)
         return self._copy_ahead(active, active.ahead, Run(plan))
 
-    def _occupancy(self) -> Occupancy:
+    def _occupancy(self, target: Layout) -> Occupancy:
         running = self._scheduler.running
         held = [request.held for request in running]
         return Occupancy(
@@ -154,6 +156,8 @@ class Switcher:
             owners=tuple(pages.owner for pages in held if pages is not None),
             written=tuple(request.num_computed for request in running),
             tables=tuple(pages.table for pages in held if pages is not None),
+            pages=tuple(pages.ids for pages in held if pages is not None),
+            idle=self._scheduler.pool.idle_slots(target),
         )
 
     def _owners(self, active: _Active, occupancy: Occupancy) -> tuple[int, ...]:
@@ -168,7 +172,7 @@ class Switcher:
         return tuple(owners)
 
     def _plan(self, active: _Active) -> Planned:
-        occupancy = self._occupancy()
+        occupancy = self._occupancy(active.target)
         owners = self._owners(active, occupancy)
         started = time.perf_counter()
         epoch = self._scheduler.epoch
@@ -245,7 +249,7 @@ class Switcher:
 
     def _copy_ahead(self, active: _Active, ahead: AheadCopies, run: Run) -> Run:
         """Add to a step what is copied after it."""
-        occupancy = self._occupancy()
+        occupancy = self._occupancy(active.target)
         try:
             order, done = ahead.next(occupancy, self._owners(active, occupancy), self._scheduler.epoch)
         except CapacityError:
@@ -276,13 +280,7 @@ class Switcher:
             self._wait(active, shortage)
             return None
         manifest = planned.manifest
-        held = {
-            request: HeldPages(owner, self._geometry.ranks, planned.tables[request])
-            for request, owner in zip(manifest.requests, manifest.owners, strict=True)
-        }
-        withheld = [slots.tolist() for slots in planned.withheld]
-        pool = PagePool.of_geometry(self._geometry, active.target, held.values(), withheld)
-        active.before = self._scheduler.rebase(pool, held)
+        active.before = self._scheduler.rebase(*self._target_pages(active.target, planned))
         active.planned = planned
         self._scheduler.holds_admission = False
         record.status = "committing"
@@ -292,6 +290,28 @@ class Switcher:
         record.pages_moved, record.pages_dropped = list(counts.moved), list(counts.dropped)
         plan = self._scheduler.schedule() or self._scheduler.schedule_empty()
         return Run(plan, switch=SwitchOrder(record.id, manifest, layerwise=record.method == "layerwise"))
+
+    def _target_pages(self, target: Layout, planned: Planned) -> tuple[PrefixCache, dict[int, HeldPages]]:
+        """The pages after a switch, with all of the cache that can be kept, and those of each running request."""
+        geometry, cache, manifest = self._geometry, self._scheduler.pool, planned.manifest
+        before = {request.id: request.held for request in self._scheduler.running if request.held is not None}
+        held = {
+            id: HeldPages(owner, geometry.ranks, planned.tables[id], before[id].ids)
+            for id, owner in zip(manifest.requests, manifest.owners, strict=True)
+        }
+        usable = [page_flags(geometry, target, rank) for rank in range(geometry.ranks)]
+        for rank, flags in enumerate(usable):
+            for pages in held.values():
+                flags[pages.table.slots_on(rank)] = False
+        survivors = cache.survivors(target, [(before[id], pages.owner) for id, pages in held.items()], usable)
+        withheld = [slots.tolist() for slots in planned.withheld]
+        for page in survivors:
+            for rank, slot in enumerate(page.slots):
+                if slot != NO_SLOT:
+                    withheld[rank].append(slot)
+        pool = PrefixCache.of_geometry(geometry, target, held.values(), withheld)
+        pool.inherit(cache, [(before[id], pages) for id, pages in held.items()], survivors)
+        return pool, held
 
     def settle(self, outcome: SwitchOutcome) -> bool:
         """Take in the outcome of the step in flight. Returns whether the step has run; if not, it is retracted here."""
@@ -324,7 +344,7 @@ class Switcher:
         if self.layout.projections is Projections.REPLICATED and active.target.projections is Projections.SHARDED:
             # Pages may have been written over weights that the source needs; a rank's own share is never touched.
             self.layout = active.target
-            self._scheduler.rebase(PagePool.of_geometry(self._geometry, active.target), {})
+            self._scheduler.rebase(PrefixCache.of_geometry(self._geometry, active.target), {})
 
     def _end(self, status: str, reason: str) -> None:
         active = self._active

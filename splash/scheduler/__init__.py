@@ -1,1 +1,1 @@
-"""Which requests run in the next step: batching, admission, owners and preemption. Torch is never imported here."""
+"""Which requests run in the next step: batching, admission, owners, preemption, cached prefixes. No torch here."""

@@ -16,6 +16,7 @@ class SchedulerConfig:
         max_model_len: longest prompt plus output in tokens.
         eos_token_ids: tokens that end a request unless it ignores them.
         page_size: token positions a page.
+        prefix_cache: requests that begin alike share pages.
     """
 
     max_num_seqs: int
@@ -23,3 +24,4 @@ class SchedulerConfig:
     max_model_len: int
     eos_token_ids: frozenset[int]
     page_size: int
+    prefix_cache: bool = False

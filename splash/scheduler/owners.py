@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from splash.core.pages import PagePool
+from splash.scheduler.prefix_cache import CachedPage, PrefixCache
 
 
 def balance_owners(
@@ -39,19 +39,32 @@ def balance_owners(
     return owners
 
 
-def choose_owner(pool: PagePool, tokens: Sequence[int], num_pages: int, max_pages: int) -> int | None:
-    """The rank with the least to attend to among those that can take the request, or None where none can now.
+def choose_owner(
+    pool: PrefixCache,
+    tokens: Sequence[int],
+    num_pages: int,
+    max_pages: int,
+    found: Sequence[Sequence[CachedPage]] | None = None,
+    page_size: int = 1,
+) -> int | None:
+    """The rank with the least to do among those that can take the request, or None where none can now.
 
     Args:
         pool: the pages.
         tokens: context tokens of the running requests of each rank.
-        num_pages: pages that must be free at once.
-        max_pages: pages that the request has if it runs to its end, which its holders must have room for.
+        num_pages: pages that the request must be able to have at once.
+        max_pages: pages that it has if it runs to its end, which its holders must have room for.
+        found: by rank, the first of its pages, which the rank has in its cache: work that need not be done there.
+        page_size: tokens a page.
 
     Ties go to the rank with the most free pages, then to the lowest.
     """
+    shared = found if found is not None else [()] * pool.ranks
     free = pool.num_free
     usable = [
-        rank for rank in range(pool.ranks) if not pool.lacking(rank, 0, num_pages) and pool.fits_alone(rank, max_pages)
+        rank
+        for rank in range(pool.ranks)
+        if pool.fits_beside(rank, shared[rank], num_pages) and pool.fits_alone(rank, max_pages)
     ]
-    return min(usable, key=lambda rank: (tokens[rank], -free[rank], rank), default=None)
+    load = [own - len(pages) * page_size for own, pages in zip(tokens, shared, strict=True)]
+    return min(usable, key=lambda rank: (load[rank], -free[rank], rank), default=None)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
-from splash.core.pages import HeldPages, PagePool
+from splash.core.pages import HeldPages
 from splash.core.request import SamplingParams, TokenLogprob
 from splash.core.step import NewRequest
+from splash.scheduler.prefix_cache import PrefixCache
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -20,6 +21,7 @@ class Progress(msgspec.Struct, frozen=True):
         logprob: as the request asked for, else None.
         finish_reason: None while running; "stop" (end of sequence or stop token) or "length".
         stop_reason: the stop token that ended the request, None for an end of sequence.
+        num_cached: tokens of the prompt that were found in the cache when the request first ran.
     """
 
     id: int
@@ -27,6 +29,7 @@ class Progress(msgspec.Struct, frozen=True):
     logprob: TokenLogprob | None
     finish_reason: str | None
     stop_reason: int | None
+    num_cached: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +41,7 @@ class Rebase:
         requests: each running request with its pages and computed positions then.
     """
 
-    pool: PagePool
+    pool: PrefixCache
     requests: tuple[tuple[Request, HeldPages | None, int], ...]
 
 
@@ -56,6 +59,8 @@ class Request:
         num_computed: positions whose keys are cached, or will be by the step in flight.
         held: its pages, for all of `tokens` as of its admission and those since; None while it waits.
         announced: whether the ranks have heard of it.
+        keys: what its first pages are known by in the cache, as far as that was asked for.
+        num_cached: tokens of the prompt that were found in the cache when it first ran.
         live: False once it has finished or was aborted.
     """
 
@@ -68,6 +73,8 @@ class Request:
     num_computed: int = 0
     held: HeldPages | None = None
     announced: bool = False
+    keys: list[bytes] = field(default_factory=list)
+    num_cached: int = 0
     live: bool = True
 
     @property

@@ -4,6 +4,7 @@ Every step takes one row of each running request that has one token left to comp
 order of arrival, then admits waiting requests, within one budget of rows. A request is admitted with the pages of
 all tokens that it has, so a prefill never stalls half-way. Where a request cannot grow by a page, the youngest
 request on the ranks that lack one gives up its pages and waits, to be computed again from its prompt and output.
+With a prefix cache a request begins behind those of its full pages that are in the cache, its own of before included.
 
 The oldest request always progresses: only younger requests make room for it, and by itself it fits. Nobody overtakes
 the first in the queue, so every request comes to be the oldest.
@@ -18,11 +19,12 @@ from itertools import chain
 from operator import attrgetter
 
 from splash.core.errors import RequestError
-from splash.core.pages import HeldPages, PagePool
+from splash.core.pages import HeldPages
 from splash.core.request import SamplingParams
 from splash.core.step import NewRequest, Query, StepOutput, StepPlan
 from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.owners import choose_owner
+from splash.scheduler.prefix_cache import PrefixCache, extend_keys
 from splash.scheduler.request import Progress, Rebase, Request
 
 _by_arrival = attrgetter("arrival")
@@ -38,14 +40,17 @@ class Scheduler:
     Attributes:
         epoch: number of layout changes so far, stamped on every plan.
         num_preemptions: how often a request lost its pages to another.
+        num_queried, num_hit: tokens of prompts that were looked for in the cache, and those of them that were there.
         holds_admission: while set, waiting requests stay where they are.
     """
 
-    def __init__(self, config: SchedulerConfig, pool: PagePool) -> None:
+    def __init__(self, config: SchedulerConfig, pool: PrefixCache) -> None:
         self.config = config
         self.pool = pool
         self.epoch = 0
         self.num_preemptions = 0
+        self.num_queried = 0
+        self.num_hit = 0
         self._max_running = min(config.max_num_seqs, config.max_batched_tokens)
         self._step = 0
         self._num_arrived = 0
@@ -54,7 +59,7 @@ class Scheduler:
         self._running: list[Request] = []  # by arrival
         self._tokens = [0] * pool.ranks  # of running requests, by owner
         self._in_flight: StepPlan | None = None
-        self._pool_before: PagePool | None = None  # what `retract` would go back to
+        self._pool_before: PrefixCache | None = None  # what `retract` would go back to
         self._aborted_in_flight: list[Request] = []
         self._released: list[int] = []  # for the next plan, as the following one
         self._finished: list[int] = []
@@ -82,7 +87,7 @@ class Scheduler:
 
     @property
     def free_pages(self) -> list[int]:
-        """Free pages on each rank."""
+        """Free pages on each rank, with those that only the cache holds."""
         return self.pool.num_free
 
     @property
@@ -144,7 +149,7 @@ class Scheduler:
             if not admitted.announced:
                 admitted.announced = True
                 new.append(admitted.new)
-            budget -= self._schedule_chunk(admitted, budget, rows)
+            budget -= self._schedule_chunk(admitted, budget, rows, knows_pages=False)
         if not self._running:
             unused = self.pool.num_free == self.pool.num_total  # a switch under way may hold pages of its own
             assert not self._requests or self.holds_admission or not unused, (
@@ -181,6 +186,8 @@ class Scheduler:
         assert output.requests == tuple([query.request for query in plan.queries if query.sample])
         self._in_flight = None
         self._pool_before = None
+        if self.config.prefix_cache:
+            self._enter_pages(plan)
         progress = []
         retired = self._aborted_in_flight
         self._aborted_in_flight = []
@@ -197,14 +204,25 @@ class Scheduler:
                 del self._requests[id]
                 request.live = False
                 retired.append(request)
-            progress.append(Progress(id, token, logprob, finish_reason, stop_reason))
+            progress.append(Progress(id, token, logprob, finish_reason, stop_reason, request.num_cached))
         if retired:
             for request in retired:
                 self._retire(request)
             self._running = [request for request in self._running if request.live]
         return progress
 
-    def rebase(self, pool: PagePool, held: Mapping[int, HeldPages]) -> Rebase:
+    def _enter_pages(self, plan: StepPlan) -> None:
+        """Let the cache know the pages that a step has filled."""
+        page_size = self.config.page_size
+        for query in plan.queries:
+            first, end = query.start // page_size, (query.start + len(query.tokens)) // page_size
+            request = self._requests.get(query.request) if first < end else None
+            if request is not None and request.held is not None:
+                extend_keys(request.keys, request.tokens, page_size, end)
+                for page in range(first, end):
+                    self.pool.enter(request.held, page, request.keys)
+
+    def rebase(self, pool: PrefixCache, held: Mapping[int, HeldPages]) -> Rebase:
         """Go on in another layout, or with other owners, from the next step on.
 
         Args:
@@ -234,7 +252,7 @@ class Scheduler:
         assert plan is not None, "the step after a rebase is in flight"
         self._in_flight = None
         self._pool_before = None
-        self.pool = before.pool
+        after, self.pool = self.pool, before.pool
         self.epoch -= 1
         unheard = {new.id for new in plan.new}
         known = {request.id for request, _, _ in before.requests}
@@ -256,9 +274,12 @@ class Scheduler:
         for request in [request for request in self._running if not request.live]:
             self._retire(request)
         self._running = [request for request in self._running if request.live]
+        self.pool.distrust(after)
         for request in admitted:
             request.held, request.num_computed = None, 0
-            request.announced = request.id not in unheard
+            if request.id in unheard:
+                request.announced = False
+                self._count_found(request, -1)
             if request.live:
                 heapq.heappush(self._waiting, (request.arrival, request))
             elif request.announced:
@@ -269,6 +290,7 @@ class Scheduler:
         assert self._in_flight is None, "a step is in flight"
         while self._running:
             self._preempt(len(self._running) - 1)
+        self.pool.evict()
 
     def _count_tokens(self) -> None:
         self._tokens = [0] * self.pool.ranks
@@ -290,7 +312,7 @@ class Scheduler:
             if pool is not None:
                 self._check_fits(request, pool)
 
-    def _check_fits(self, request: Request, pool: PagePool) -> None:
+    def _check_fits(self, request: Request, pool: PrefixCache) -> None:
         def fits(num_positions: int) -> bool:
             num_pages = self._num_pages(num_positions)
             return any(pool.fits_alone(owner, num_pages) for owner in range(pool.ranks))
@@ -332,13 +354,16 @@ class Scheduler:
             index += 1
         return prefilling
 
-    def _schedule_chunk(self, request: Request, budget: int, rows: list[list[Query]]) -> int:
-        """Add up to `budget` rows of a request whose pages it has. Returns how many."""
+    def _schedule_chunk(self, request: Request, budget: int, rows: list[list[Query]], knows_pages: bool = True) -> int:
+        """Add up to `budget` rows of a request whose pages it has. Returns how many.
+
+        `knows_pages` False means that the ranks have not heard of the pages before the chunk.
+        """
         held, start, tokens = request.held, request.num_computed, request.tokens
         assert held is not None
         end = min(len(tokens), start + budget)
         if end > start:
-            pages = held.table.rows(self._num_pages(start), self._num_pages(end))
+            pages = held.table.rows(self._num_pages(start) if knows_pages else 0, self._num_pages(end))
             query = Query(request.id, start, tuple(tokens[start:end]), held.owner, end == len(tokens), pages)
             rows[held.owner].append(query)
             request.num_computed = end
@@ -352,17 +377,36 @@ class Scheduler:
             return None
         request = self._waiting[0][1]
         num_pages, max_pages = self._num_pages(len(request.tokens)), self._num_pages(request.max_positions)
+        page_size = self.config.page_size
+        found = None
+        if self.config.prefix_cache:
+            # At least the last token has to be computed on.
+            most = (len(request.tokens) - 1) // page_size
+            extend_keys(request.keys, request.tokens, page_size, most)
+            found = self.pool.match(request.keys[:most])
         # One page more than the tokens take must be free: without room to grow it would soon be preempted.
-        owner = choose_owner(self.pool, self._tokens, min(num_pages + 1, max_pages), max_pages)
+        needed = min(num_pages + 1, max_pages)
+        owner = choose_owner(self.pool, self._tokens, needed, max_pages, found, page_size)
         if owner is None:
             return None
         heapq.heappop(self._waiting)
         request.held = HeldPages(owner, self.pool.ranks)
-        grown = self.pool.grow(request.held, num_pages)
+        if found is not None:
+            self.pool.share(request.held, found[owner])
+            request.num_computed = len(found[owner]) * page_size
+            if not request.announced:
+                request.num_cached = request.num_computed
+                self._count_found(request, 1)
+        grown = self.pool.grow(request.held, num_pages - len(request.held))
         assert grown
         insort(self._running, request, key=_by_arrival)
         self._tokens[owner] += len(request.tokens)
         return request
+
+    def _count_found(self, request: Request, times: int) -> None:
+        if self.config.prefix_cache:
+            self.num_queried += times * request.num_prompt
+            self.num_hit += times * request.num_cached
 
     def _grow(self, index: int) -> bool:
         """Add a page to the running request at `index`, making room by preemption. False: it was itself preempted."""

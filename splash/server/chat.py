@@ -97,7 +97,12 @@ async def _whole(service: Service, job: _Job) -> Response:
                 }
                 for index, choice in enumerate(choices)
             ],
-            "usage": usage(job.num_prompt_tokens, sum(choice.num_output_tokens for choice in choices)),
+            "usage": usage(
+                job.num_prompt_tokens,
+                [choice.num_output_tokens for choice in choices],
+                [choice.num_cached_tokens for choice in choices],
+                job.body.n,
+            ),
         }
     )
 
@@ -105,7 +110,7 @@ async def _whole(service: Service, job: _Job) -> Response:
 async def _events(service: Service, job: _Job) -> AsyncGenerator[bytes, None]:
     """For each choice a chunk with the role, one for every piece of text, one with the reason for its end."""
     tokenizer = service.engine.tokenizer
-    counts = [0] * len(job.requests)
+    counts, cached = [0] * len(job.requests), [0] * len(job.requests)
     begun: set[int] = set()
     head = {**job.head, "object": "chat.completion.chunk"}
     tail = {"usage": None} if job.body.include_usage else {}
@@ -116,7 +121,7 @@ async def _events(service: Service, job: _Job) -> AsyncGenerator[bytes, None]:
 
     async with aclosing(stream(service.engine, job.requests)) as outputs:
         async for index, output in outputs:
-            counts[index] = output.num_output_tokens
+            counts[index], cached[index] = output.num_output_tokens, output.num_cached_tokens
             if index not in begun:
                 begun.add(index)
                 yield chunk(index, {"role": "assistant", "content": "", "refusal": None})
@@ -126,5 +131,6 @@ async def _events(service: Service, job: _Job) -> AsyncGenerator[bytes, None]:
             if output.finish_reason is not None:
                 yield chunk(index, {}, finish_reason=output.finish_reason, stop_reason=output.stop_reason)
     if job.body.include_usage:
-        yield event({**head, "choices": [], "usage": usage(job.num_prompt_tokens, sum(counts))})
+        counted = usage(job.num_prompt_tokens, counts, cached, job.body.n)
+        yield event({**head, "choices": [], "usage": counted})
     yield DONE

@@ -96,7 +96,12 @@ async def _whole(service: Service, job: _Job) -> Response:
                 }
                 for index, (choice, echo) in enumerate(zip(choices, job.echoes, strict=True))
             ],
-            "usage": usage(job.num_prompt_tokens, sum(choice.num_output_tokens for choice in choices)),
+            "usage": usage(
+                job.num_prompt_tokens,
+                [choice.num_output_tokens for choice in choices],
+                [choice.num_cached_tokens for choice in choices],
+                job.body.n,
+            ),
         }
     )
 
@@ -104,7 +109,7 @@ async def _whole(service: Service, job: _Job) -> Response:
 async def _events(service: Service, job: _Job) -> AsyncGenerator[bytes, None]:
     """A chunk for every piece of text, one with the reason for each choice's end, then the token counts."""
     echoes = list(job.echoes)
-    counts = [0] * len(job.requests)
+    counts, cached = [0] * len(job.requests), [0] * len(job.requests)
     logprobs = [CompletionLogprobs(service.engine.tokenizer) for _ in job.requests]
     tail = {"usage": None} if job.body.include_usage else {}
 
@@ -114,7 +119,7 @@ async def _events(service: Service, job: _Job) -> AsyncGenerator[bytes, None]:
 
     async with aclosing(stream(service.engine, job.requests)) as outputs:
         async for index, output in outputs:
-            counts[index] = output.num_output_tokens
+            counts[index], cached[index] = output.num_output_tokens, output.num_cached_tokens
             text, echoes[index] = echoes[index] + output.text, ""
             if text or output.logprobs:
                 scores = None if job.body.logprobs is None else logprobs[index].take(output.logprobs)
@@ -122,5 +127,6 @@ async def _events(service: Service, job: _Job) -> AsyncGenerator[bytes, None]:
             if output.finish_reason is not None:
                 yield chunk(index, "", None, output.finish_reason, output.stop_reason)
     if job.body.include_usage:
-        yield event({**job.head, "choices": [], "usage": usage(job.num_prompt_tokens, sum(counts))})
+        counted = usage(job.num_prompt_tokens, counts, cached, job.body.n)
+        yield event({**job.head, "choices": [], "usage": counted})
     yield DONE

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 from starlette.responses import Response
@@ -76,6 +76,7 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     num_output_tokens: int = 0
+    num_cached_tokens: int = 0
 
     def take(self, output: RequestOutput) -> None:
         """Add what a step brought."""
@@ -84,6 +85,7 @@ class Choice:
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
         self.num_output_tokens = output.num_output_tokens
+        self.num_cached_tokens = output.num_cached_tokens
 
 
 def new_id(prefix: str) -> str:
@@ -169,12 +171,23 @@ async def collect(engine: AsyncEngine, requests: Sequence[GenerationRequest]) ->
     return choices
 
 
-def usage(num_prompt_tokens: int, num_output_tokens: int) -> dict[str, int]:
-    """Token counts as the API gives them."""
+def usage(
+    num_prompt_tokens: int, num_output_tokens: Sequence[int], num_cached_tokens: Sequence[int], num_samples: int
+) -> dict[str, Any]:
+    """Token counts as the API gives them.
+
+    Args:
+        num_prompt_tokens: of all prompts.
+        num_output_tokens: of each choice.
+        num_cached_tokens: of each choice, what its prompt found in the cache; each prompt counts once.
+        num_samples: choices a prompt.
+    """
+    num_outputs = sum(num_output_tokens)
     return {
         "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": num_output_tokens,
-        "total_tokens": num_prompt_tokens + num_output_tokens,
+        "completion_tokens": num_outputs,
+        "total_tokens": num_prompt_tokens + num_outputs,
+        "prompt_tokens_details": {"cached_tokens": sum(num_cached_tokens[::num_samples])},
     }
 
 

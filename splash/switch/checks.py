@@ -9,11 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from splash.core.diff import NO_SOURCE
-from splash.core.layout import KV, LAYOUTS, Projections, parse_layout
+from splash.core.layout import LAYOUTS, Projections, parse_layout
 from splash.core.memory import ArenaGeometry
-from splash.core.ownership import page_holders, weight_holders
+from splash.core.ownership import State, weight_holders
 from splash.core.step import NO_SLOT
-from splash.switch.manifest import Manifest, living, page_flags, page_numbers, slot_flags, slots_under
+from splash.switch.manifest import Manifest, living, page_flags, slots_under
+from splash.switch.placement import slot_flags
 
 
 def validate(manifest: Manifest, geometry: ArenaGeometry) -> None:
@@ -36,31 +37,41 @@ def _properties(manifest: Manifest, geometry: ArenaGeometry) -> Iterator[tuple[s
     yield "the ranks divide the heads of a layout that shards them", not sharded or not geometry.spec.num_heads % ranks
     yield "it is for all ranks", m.ranks == ranks
     yield "no request is named twice", len(set(m.requests)) == len(m.requests)
-    yield "each request has all its fields", {len(m.owners), len(m.written), len(m.num_pages)} == {len(m.requests)}
-    yield "owners are ranks", all(0 <= owner < ranks for owner in m.owners)
+    fields = (m.source_owners, m.owners, m.written, m.num_pages)
+    yield "each request has all its fields", all(len(field) == len(m.requests) for field in fields)
+    yield "owners are ranks", all(0 <= owner < ranks for owner in (*m.source_owners, *m.owners))
     pages = zip(m.written, m.num_pages, strict=True)
     exact = all(written >= 0 and num == -(-written // size) for written, num in pages)
     yield "each request has as many pages as it has written", exact
-    entries = sum(m.num_pages) * ranks
+    yield "each page of a request is claimed", len(m.pages) == 4 * sum(m.num_pages)
+    claimed, numbers = m.pages_c(), m.numbers_c()
+    num_pages = len(m.source_slots) // (4 * ranks)
+    yield "claims are on pages that there are", _all_within(claimed, 0, num_pages - 1)
+    yield "every page is claimed", bool(np.bincount(claimed, minlength=num_pages).all())
+    number_of = np.zeros(num_pages, dtype=np.int64)
+    number_of[claimed] = numbers
+    yield "a page has one number in all requests", np.array_equal(number_of[claimed], numbers)
+    filled = m.filled_p(size)
+    filled_c = np.minimum(np.repeat(np.array(m.written, dtype=np.int64), m.num_pages) - numbers * size, size)
+    yield "what is written of a page is so for all its requests", np.array_equal(filled[claimed], filled_c)
+    entries = num_pages * ranks
     arrays = ((m.source_slots, 4), (m.target_slots, 4), (m.sources, 2), (m.settled, 2))
     yield "arrays have an entry a page and rank", all(len(array) == entries * width for array, width in arrays)
     before, after, peers, settled = m.source_pT(), m.target_pT(), m.peers_pT(), m.settled_pT()
     held, wanted = before != NO_SLOT, after != NO_SLOT
-    lengths = np.array(m.num_pages, dtype=np.int64)
-    numbers = page_numbers(lengths)
-    owners = np.repeat(np.array(m.owners, dtype=np.int64), lengths)
-    holders = page_holders(numbers, owners, target, ranks)
+    claims = None if np.array_equal(claimed, np.arange(num_pages)) else claimed
+    owners_c = np.repeat(np.array(m.owners, dtype=np.int64), m.num_pages)
+    holders = State(target, ranks, numbers, owners_c, claims).page_holders
     yield "pages are wanted where the target layout has them", np.array_equal(wanted, holders)
-    if source.kv is KV.REQUEST:  # the old owner is whoever holds a request's first page
-        owners = held.argmax(axis=1)[np.repeat(np.cumsum(lengths) - lengths, lengths)]
-    holders = page_holders(numbers, owners, source, ranks)
+    owners_c = np.repeat(np.array(m.source_owners, dtype=np.int64), m.num_pages)
+    holders = State(source, ranks, numbers, owners_c, claims).page_holders
     yield "pages are held where the source layout has them", np.array_equal(held, holders)
     fetched = wanted & ~held
     yield "a page that is fetched has a source", _all_within(np.where(fetched, peers, 0), 0, ranks - 1)
     yield "nothing that is resident or unwanted is fetched", bool(((peers == NO_SOURCE) | fetched).all())
     peer_holds = held.ravel()[np.arange(0, held.size, ranks)[:, None] + peers] if held.size else held
     yield "a source holds what it is asked for", bool((peer_holds | ~fetched).all())
-    yield "no more of a page is settled than is written", _all_within(settled, 0, m.filled_p(size)[:, None])
+    yield "no more of a page is settled than is written", _all_within(settled, 0, filled[:, None])
 
     groups = np.array(m.weight_sources, dtype=np.int64)
     yield "weights have an entry a head group and rank", groups.shape == (ranks, ranks)

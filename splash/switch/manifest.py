@@ -14,7 +14,10 @@ buffer, and written back only once every rank has read that layer. A page that i
 step that fills it may overwrite what is alive in its slot. A manifest with neither can be abandoned at any layer. The
 manifest is the same for every layer.
 
-Shape suffixes: p pages of all requests (in a manifest, only those that are written), T ranks.
+Requests may share pages, so each has *claims*, one for each page number, on pages. A page is moved once, to every rank
+that one of its claims wants it on; and a request's table has slots only where its own claim wants them.
+
+Shape suffixes: c claims of all requests, p pages (in a manifest, only those that are written), T ranks.
 """
 
 from __future__ import annotations
@@ -33,12 +36,10 @@ from splash.core.diff import NO_SOURCE, diff_blocks
 from splash.core.errors import CapacityError
 from splash.core.layout import Layout, parse_layout
 from splash.core.memory import ArenaGeometry
-from splash.core.ownership import State
+from splash.core.ownership import State, page_holders
 from splash.core.pages import PageTable
 from splash.core.step import NO_SLOT
-
-Slots = npt.NDArray[np.int32]
-Flags = npt.NDArray[np.bool_]
+from splash.switch.placement import Flags, Slots, page_numbers, place, slot_flags
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +52,9 @@ class Occupancy:
         owners: owner rank of each request.
         written: positions of each request whose keys are cached; its first ceil(written / page size) pages hold them.
         tables: page table of each request, at least as long as its written pages; later pages are only reserved.
+        pages: for each request the numbers of its pages: the same where the same page, or a copy, is claimed. Left
+            out, no two requests share any.
+        idle: by rank, slots of cached pages that no request uses. They are taken only where no others are free.
     """
 
     layout: Layout
@@ -58,20 +62,34 @@ class Occupancy:
     owners: tuple[int, ...]
     written: tuple[int, ...]
     tables: tuple[PageTable, ...]
+    pages: tuple[Sequence[int], ...] | None = None
+    idle: tuple[npt.NDArray[np.integer[Any]], ...] = ()
+
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """[requests] pages of each table."""
+        return np.array([len(table) for table in self.tables], dtype=np.int64)
+
+    def page_c(self) -> npt.NDArray[np.int64]:
+        """[c] the number of the page that each claim is on."""
+        if self.pages is None:
+            return np.arange(int(self.lengths().sum()))
+        return np.array([page for pages in self.pages for page in pages], dtype=np.int64)
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
     """One switch, for every rank and layer.
 
-    Arrays travel as bytes: `source_slots`, `target_slots` int32 [p, T]; `sources` and `settled` int16 [p, T].
+    Arrays travel as bytes: `pages` int32 [c]; `source_slots`, `target_slots` int32 [p, T]; `sources` and `settled`
+    int16 [p, T].
 
     Attributes:
         epoch: the epoch that the switch starts from; its commit makes it one more.
         source, target: names of the two layouts; the same for a rebalance.
         requests: ids.
-        owners: each request's owner after the switch.
+        source_owners, owners: each request's owner before and after the switch.
         written: each request's positions whose keys are cached.
-        num_pages: each request's written pages; their rows in the arrays follow one another in request order.
+        num_pages: each request's written pages.
+        pages: the row of the arrays below for each written page of each request in turn.
         source_slots: where pages lie before, NO_SLOT where a rank does not hold one.
         target_slots: where they lie after.
         sources: the rank that each rank fetches a page from, NO_SOURCE where it fetches nothing.
@@ -86,9 +104,11 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     source: str
     target: str
     requests: tuple[int, ...]
+    source_owners: tuple[int, ...]
     owners: tuple[int, ...]
     written: tuple[int, ...]
     num_pages: tuple[int, ...]
+    pages: bytes
     source_slots: bytes
     target_slots: bytes
     sources: bytes
@@ -101,6 +121,14 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     def ranks(self) -> int:
         """T."""
         return len(self.weights_settled)
+
+    def pages_c(self) -> npt.NDArray[np.int32]:
+        """[c] the page that each claim is on."""
+        return np.frombuffer(self.pages, dtype=np.int32)
+
+    def numbers_c(self) -> npt.NDArray[np.int64]:
+        """[c] page number of each claim."""
+        return page_numbers(np.array(self.num_pages, dtype=np.int64))
 
     def source_pT(self) -> Slots:
         """[p, T] slots before."""
@@ -120,21 +148,30 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
 
     def filled_p(self, page_size: int) -> npt.NDArray[np.int64]:
         """[p] positions of each page that are written, 1 .. page size."""
-        num_pages = np.array(self.num_pages, dtype=np.int64)
-        written = np.repeat(np.array(self.written, dtype=np.int64), num_pages)
-        filled: npt.NDArray[np.int64] = np.minimum(written - page_numbers(num_pages) * page_size, page_size)
+        written_c = np.repeat(np.array(self.written, dtype=np.int64), self.num_pages)
+        filled = np.zeros(len(self.source_pT()), dtype=np.int64)
+        np.maximum.at(filled, self.pages_c(), np.minimum(written_c - self.numbers_c() * page_size, page_size))
         return filled
 
     def digest(self) -> int:
         """A 63-bit hash of everything in the manifest."""
         return int.from_bytes(hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=8).digest(), "little") >> 1
 
+    def source_tables(self) -> Slots:
+        """The tables of all requests' written pages before the switch, one below the other: [c, T]."""
+        return self._tables_cT(self.source_pT(), self.source, self.source_owners)
+
     def target_tables(self) -> dict[int, Slots]:
         """Each request's written pages after the switch, [pages, T]."""
+        tables_cT = self._tables_cT(self.target_pT(), self.target, self.owners)
         ends = np.cumsum(self.num_pages)
         starts = ends - self.num_pages
-        target_pT = self.target_pT()
-        return {id: target_pT[start:end] for id, start, end in zip(self.requests, starts, ends, strict=True)}
+        return {id: tables_cT[start:end] for id, start, end in zip(self.requests, starts, ends, strict=True)}
+
+    def _tables_cT(self, slots_pT: Slots, layout: str, owners: Sequence[int]) -> Slots:
+        owners_c = np.repeat(np.array(owners, dtype=np.int64), self.num_pages)
+        claims = page_holders(self.numbers_c(), owners_c, parse_layout(layout), self.ranks)
+        return np.where(claims, slots_pT[self.pages_c()], np.int32(NO_SLOT))
 
 
 class SwitchCounts(msgspec.Struct, frozen=True, array_like=True):
@@ -227,23 +264,10 @@ def count(manifest: Manifest, geometry: ArenaGeometry) -> SwitchCounts:
     )
 
 
-def page_numbers(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """0, 1, .. length - 1 for each length in turn: the page numbers of requests of these lengths."""
-    numbers: npt.NDArray[np.int64] = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return numbers
-
-
 def living(written_slots: npt.NDArray[np.integer[Any]], may_hold_pages: Flags) -> tuple[Flags, Flags]:
     """Two bool [slots] of one rank in the source layout: a written page lies there; that, or weights."""
     occupied = slot_flags(written_slots, len(may_hold_pages))
     return occupied, occupied | ~may_hold_pages
-
-
-def slot_flags(slots: npt.NDArray[np.integer[Any]], num_slots: int) -> Flags:
-    """bool [num_slots]: which slots are in `slots`. NO_SLOT is -1, and names one flag too many, which is cut off."""
-    flags = np.zeros(num_slots + 1, dtype=bool)
-    flags[slots.astype(np.int64, copy=False)] = True  # numpy takes other integers half as fast
-    return flags[:-1]
 
 
 def page_flags(geometry: ArenaGeometry, layout: Layout, rank: int) -> Flags:
@@ -267,12 +291,14 @@ class Planned:
 
     Attributes:
         manifest: what the ranks do.
+        pages: [p] the numbers of its pages, as in `Occupancy.pages`.
         tables: each request's pages after the switch, reserved ones included, int32 [pages, T].
         withheld: by rank, slots that are free after the switch but in use before it. They must not be used before the
             commit of a manifest that can be abandoned. All empty for one that cannot.
     """
 
     manifest: Manifest
+    pages: npt.NDArray[np.int64]
     tables: dict[int, Slots]
     withheld: tuple[npt.NDArray[np.intp], ...]
 
@@ -283,13 +309,13 @@ def plan_switch(
     owners: Sequence[int],
     geometry: ArenaGeometry,
     epoch: int,
-    ahead: Mapping[tuple[int, int], Sequence[int]] | None = None,
+    ahead: Mapping[int, Sequence[int]] | None = None,
 ) -> Planned:
     """Plan a switch to `target` with new `owners`, one a request.
 
     Pages stay where they lie if they may. The others take slots that no page uses; where a rank has too few of those,
-    slots that are only reserved; and at last slots that the switch empties. Written pages choose first, and those of
-    one peer lie together, so that they are read in long extents.
+    slots of idle pages, then slots that are only reserved, and at last slots that the switch empties. Written pages
+    choose first, and those of one peer lie together, so that they are read in long extents.
 
     Args:
         occupancy: the source state.
@@ -297,24 +323,33 @@ def plan_switch(
         owners: the owner wanted, one a request.
         geometry: the arenas.
         epoch: of the source state.
-        ahead: (request, page number) -> T slots chosen for it by a copy ahead of the commit, NO_SLOT where none. They
-            must be free in the source state.
+        ahead: page -> T slots chosen for it by a copy ahead of the commit, NO_SLOT where none. They must be free in the
+            source state.
 
     Raises:
         CapacityError: the live requests do not fit in the target layout; the message has the numbers.
     """
     ranks, page_size = geometry.ranks, geometry.page_size
-    lengths = np.array([len(table) for table in occupancy.tables], dtype=np.int64)
-    before_pT = np.concatenate([table.slots_cT for table in occupancy.tables] or [np.empty((0, ranks), dtype=np.int32)])
+    lengths = occupancy.lengths()
+    tables_cT = np.concatenate([table.slots_cT for table in occupancy.tables] or [np.empty((0, ranks), dtype=np.int32)])
     numbers = page_numbers(lengths)
-    rows = np.flatnonzero(numbers < np.repeat(-(-np.array(occupancy.written, dtype=np.int64) // page_size), lengths))
-    old = State(occupancy.layout, ranks, numbers, np.repeat(np.array(occupancy.owners, dtype=np.int64), lengths))
-    new = State(target, ranks, numbers, np.repeat(np.array(owners, dtype=np.int64), lengths))
+    page_ids, page_c = _in_order(occupancy.page_c())
+    is_shared = len(page_ids) < len(page_c)  # where nothing is, claims are pages
+    old_owners = np.repeat(np.array(occupancy.owners, dtype=np.int64), lengths)
+    new_owners = np.repeat(np.array(owners, dtype=np.int64), lengths)
+    old = State(occupancy.layout, ranks, numbers, old_owners, page_c if is_shared else None)
+    new = State(target, ranks, numbers, new_owners, page_c if is_shared else None)
+    before_pT = _slots_of_pages(tables_cT, page_c, len(page_ids)) if is_shared else tables_cT
     assert (old.page_holders == (before_pT != NO_SLOT)).all(), "page tables do not lie as their layout says"
+    is_written_c = numbers < np.repeat(-(-np.array(occupancy.written, dtype=np.int64) // page_size), lengths)
+    is_written_p = np.zeros(len(page_ids), dtype=bool)
+    is_written_p[page_c[is_written_c]] = True
+    assert (is_written_p[page_c] == is_written_c).all(), "a page is written for one request and not for another"
+    rows = np.flatnonzero(is_written_p)
     weights = diff_blocks(old.weight_holders, new.weight_holders)
     pages = diff_blocks(old.page_holders.take(rows, axis=0), new.page_holders.take(rows, axis=0))
     source_slots = before_pT.take(rows, axis=0)
-    ahead_rows, ahead_nT = _chosen_ahead(occupancy, lengths, ranks, ahead or {})
+    ahead_rows, ahead_nT = _chosen_ahead(page_ids, ranks, ahead or {})
     after_pT = np.empty_like(before_pT)
     withheld, abandonable = [], True
     for rank in range(ranks):
@@ -324,12 +359,13 @@ def plan_switch(
         if num_wanted > room:
             text = f"layout {target} has room for {room} pages on rank {rank}, and the live requests need {num_wanted}"
             raise CapacityError(text)
-        before, after = before_pT[:, rank].astype(np.int64), np.full(len(numbers), NO_SLOT, dtype=np.int64)
-        source = np.full(len(numbers), ranks, dtype=np.int16)
+        before, after = before_pT[:, rank].astype(np.int64), np.full(len(page_ids), NO_SLOT, dtype=np.int64)
+        source = np.full(len(page_ids), ranks, dtype=np.int16)
         source[rows] = pages.fetch_source[:, rank]
         after[ahead_rows] = np.where(wanted[ahead_rows], ahead_nT[:, rank], NO_SLOT)
         occupied, alive = living(source_slots[:, rank], page_flags(geometry, occupancy.layout, rank))
-        kept_back, overwrites = _place(before, after, wanted, source, usable, alive, geometry.num_weight_slots)
+        idle = slot_flags(occupancy.idle[rank] if occupancy.idle else before[:0], geometry.num_slots)
+        kept_back, overwrites = place(before, after, wanted, source, usable, alive, idle, geometry.num_weight_slots)
         after_pT[:, rank] = after
         withheld.append(kept_back)
         groups = np.flatnonzero(weights.fetch[:, rank]).tolist()
@@ -340,9 +376,11 @@ def plan_switch(
         source=occupancy.layout.name,
         target=target.name,
         requests=occupancy.requests,
+        source_owners=occupancy.owners,
         owners=tuple(int(owner) for owner in owners),
         written=occupancy.written,
         num_pages=tuple(-(-num // page_size) for num in occupancy.written),
+        pages=(np.cumsum(is_written_p) - 1)[page_c[is_written_c]].astype(np.int32).tobytes(),
         source_slots=source_slots.tobytes(),
         target_slots=after_pT.take(rows, axis=0).tobytes(),
         sources=pages.fetch_source.tobytes(),
@@ -351,76 +389,43 @@ def plan_switch(
         weights_settled=(False,) * ranks,
         abandonable=abandonable,
     )
-    tables = {id: after_pT[end - n : end] for id, n, end in zip(occupancy.requests, lengths, ends, strict=True)}
-    return Planned(manifest, tables, tuple(kept_back[: len(kept_back) * abandonable] for kept_back in withheld))
+    after_cT = after_pT
+    if is_shared:
+        after_cT = np.where(page_holders(numbers, new_owners, target, ranks), after_pT[page_c], np.int32(NO_SLOT))
+    tables = {id: after_cT[end - n : end] for id, n, end in zip(occupancy.requests, lengths, ends, strict=True)}
+    withheld = [kept_back[: len(kept_back) * abandonable] for kept_back in withheld]
+    return Planned(manifest, page_ids[rows], tables, tuple(withheld))
+
+
+def _slots_of_pages(tables_cT: Slots, page_c: npt.NDArray[np.int64], num_pages: int) -> Slots:
+    """[p, T] where each page lies, from the tables of all requests one below the other."""
+    slots_pT = np.full((num_pages, tables_cT.shape[1]), NO_SLOT, dtype=np.int32)
+    for rank, own in enumerate(tables_cT.T):
+        held = own != NO_SLOT
+        slots_pT[page_c[held], rank] = own[held]
+    assert ((slots_pT[page_c] == tables_cT) | (tables_cT == NO_SLOT)).all(), "a rank has two copies of a page"
+    return slots_pT
+
+
+def _in_order(page_c: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The distinct pages [p] in order of their first claims, and the index [c] among them of each claim's."""
+    pages, first, which = np.unique(page_c, return_index=True, return_inverse=True)
+    if len(pages) == len(page_c):
+        return page_c, np.arange(len(page_c))
+    order = np.argsort(first)
+    place = np.empty(len(pages), dtype=np.int64)
+    place[order] = np.arange(len(pages))
+    return pages[order], place[which]
 
 
 def _chosen_ahead(
-    occupancy: Occupancy, lengths: npt.NDArray[np.int64], ranks: int, ahead: Mapping[tuple[int, int], Sequence[int]]
+    page_ids: npt.NDArray[np.int64], ranks: int, ahead: Mapping[int, Sequence[int]]
 ) -> tuple[npt.NDArray[np.int64], Slots]:
     """The rows [n] of pages with slots chosen, and these [n, T]."""
-    ends = np.cumsum(lengths).tolist()
-    rows_of = {id: range(end - n, end) for id, n, end in zip(occupancy.requests, lengths.tolist(), ends, strict=True)}
-    there = all(0 <= number < len(rows_of.get(id, ())) for id, number in ahead)
-    assert there, "slots were chosen for a page that is not there"
-    rows = np.array([rows_of[id][number] for id, number in ahead], dtype=np.int64)
+    row_of = {page: row for row, page in enumerate(page_ids.tolist())} if ahead else {}
+    assert ahead.keys() <= row_of.keys(), "slots were chosen for a page that is not there"
+    rows = np.array([row_of[page] for page in ahead], dtype=np.int64)
     return rows, np.array(list(ahead.values()), dtype=np.int32).reshape(-1, ranks)
-
-
-def _place(
-    before: npt.NDArray[np.int64],
-    after: npt.NDArray[np.int64],
-    wanted: Flags,
-    source: npt.NDArray[np.int16],
-    usable: Flags,
-    alive: Flags,
-    border: int,
-) -> tuple[npt.NDArray[np.intp], bool]:
-    """Choose one rank's slots after the switch.
-
-    Args:
-        before: [p] slots before.
-        after: [p] slots after, so far only those chosen ahead; the others are filled in.
-        wanted: [p] pages that the rank holds after the switch.
-        source: [p] ranks that pages are fetched from, NO_SOURCE for those that are not, T for those only reserved.
-        usable: [slots] may hold pages after the switch.
-        alive: [slots] holds a written page or weights before it.
-        border: slots below it may turn into weights one day; those above are taken first.
-
-    Returns:
-        The slots to withhold until the commit, and whether a page took a slot in which something is alive.
-    """
-    in_use = alive | slot_flags(before, len(usable))
-    ahead = after[after != NO_SLOT]
-    assert usable[ahead].all() and not in_use[ahead].any(), "a slot that was chosen ahead is not free"
-    # NO_SLOT, -1, reads the last flag here: a page that is not held does not stay, whatever that is.
-    stays = wanted & (before != NO_SLOT) & (after == NO_SLOT) & usable[before]
-    np.copyto(after, before, where=stays)
-    free = usable & ~slot_flags(after, len(usable))
-    homeless = np.flatnonzero(wanted & (after == NO_SLOT))
-    homeless = homeless[np.argsort(source[homeless], kind="stable")]
-    overwrites = False
-    # A slot that is reserved but not written may be overwritten, yet an abandoned switch must find it reserved.
-    above = np.arange(len(free)) >= border
-    tiers = (free & ~in_use & above, free & ~in_use & ~above, free & in_use & ~alive, free & alive)
-    for candidates in tiers:
-        if len(homeless):
-            slots = _longest_runs_first(candidates)[: len(homeless)]
-            after[homeless[: len(slots)]] = slots
-            free[slots] = False
-            homeless = homeless[len(slots) :]
-            overwrites = candidates is tiers[-1]
-    assert not len(homeless)
-    return np.flatnonzero(free & in_use), overwrites
-
-
-def _longest_runs_first(flags: Flags) -> npt.NDArray[np.intp]:
-    """The indices where `flags` is set: run by run, the longest first, each in ascending order."""
-    edges = np.flatnonzero(np.diff(flags, prepend=False, append=False))
-    starts, lengths = edges[::2], edges[1::2] - edges[::2]
-    order = np.argsort(-lengths, kind="stable")
-    starts, lengths = starts[order], lengths[order]
-    return np.repeat(starts, lengths) + page_numbers(lengths)
 
 
 def settle(manifest: Manifest, settled_pT: npt.NDArray[np.int16], weights_settled: Sequence[bool]) -> Manifest:

@@ -143,7 +143,7 @@ class Handoff:
         """
         started = time.perf_counter()
         tables = np.concatenate([own_tables[id] for id in self._manifest.requests] or [np.empty(0, dtype=np.int32)])
-        matches = np.array_equal(tables.reshape(-1, self._group.size), self._manifest.source_pT())
+        matches = np.array_equal(tables.reshape(-1, self._group.size), self._manifest.source_tables())
         is_empty, error = True, ""
         try:
             copies = rank_copies(self._manifest, self._geometry, self._group.rank)

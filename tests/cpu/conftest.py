@@ -24,7 +24,11 @@ def reference(model: str) -> Callable[[Sequence[Job]], dict[int, list[int]]]:
     def tokens(jobs: Sequence[Job]) -> dict[int, list[int]]:
         key = tuple(jobs)
         if key not in known:
-            arguments = {"layout": "dop", "jobs": key, "limits": Limits(budget=256, max_num_seqs=32)}
+            arguments = {
+                "layout": "dop",
+                "jobs": key,
+                "limits": Limits(budget=256, max_num_seqs=32, prefix_cache=False),
+            }
             known[key] = run(model, "serve", 2, 400, arguments)[0]["tokens"]
         return known[key]
 

@@ -10,7 +10,6 @@ import torch
 
 from splash.core.layout import LAYOUTS
 from splash.core.memory import ArenaGeometry
-from splash.core.pages import PagePool
 from splash.core.request import SamplingParams
 from splash.core.spec import DTYPE_BYTES, kv_format
 from splash.core.step import StepOutput, StepPlan
@@ -18,6 +17,7 @@ from splash.engine.runner import ModelRunner
 from splash.model.config import load_model_config
 from splash.platform.base import Rank
 from splash.scheduler.config import SchedulerConfig
+from splash.scheduler.prefix_cache import PrefixCache
 from splash.scheduler.scheduler import Scheduler
 
 
@@ -61,7 +61,7 @@ def _generate(
     max_model_len = max(len(prompt) + count for prompt, count in zip(prompts, max_tokens, strict=True))
     runner = ModelRunner(model, geometry, rank, layout, dtype, max_model_len, ())
     config = SchedulerConfig(len(prompts), budget, max_model_len, frozenset(), geometry.page_size)
-    scheduler = Scheduler(config, PagePool.of_geometry(geometry, LAYOUTS[layout]))
+    scheduler = Scheduler(config, PrefixCache.of_geometry(geometry, LAYOUTS[layout]))
     for number, (prompt, count) in enumerate(zip(prompts, max_tokens, strict=True)):
         scheduler.add(number, prompt, SamplingParams(max_tokens=count, temperature=0.0), 0)
     tokens: list[list[int]] = [[] for _ in prompts]

@@ -15,7 +15,6 @@ import torch
 from splash.core.errors import CapacityError
 from splash.core.layout import LAYOUTS, Projections
 from splash.core.memory import ArenaGeometry
-from splash.core.pages import PagePool
 from splash.core.request import SamplingParams
 from splash.core.step import StepOutput, StepPlan
 from splash.engine import switching
@@ -24,6 +23,7 @@ from splash.engine.switching import Switcher
 from splash.layouts.tables import PageTables
 from splash.platform.base import Arenas, Rank
 from splash.scheduler.config import SchedulerConfig
+from splash.scheduler.prefix_cache import PrefixCache
 from splash.scheduler.request import Progress
 from splash.scheduler.scheduler import Scheduler
 from splash.switch import transfer
@@ -51,6 +51,7 @@ class Limits:
     max_model_len: int = 1024
     staging_bytes: int = 64 * MIB
     step_bytes: int = 64 << 10
+    prefix_cache: bool = True
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,14 @@ class Replica:
         self.geometry = geometry
         self.runner = ModelRunner(model, geometry, self.rank, layout, "float32", limits.max_model_len, ())
         config = SchedulerConfig(
-            limits.max_num_seqs, limits.budget, limits.max_model_len, frozenset(), geometry.page_size
+            limits.max_num_seqs,
+            limits.budget,
+            limits.max_model_len,
+            frozenset(),
+            geometry.page_size,
+            limits.prefix_cache,
         )
-        self.scheduler = Scheduler(config, PagePool.of_geometry(geometry, LAYOUTS[layout]))
+        self.scheduler = Scheduler(config, PrefixCache.of_geometry(geometry, LAYOUTS[layout]))
         self.switcher = Switcher(self.scheduler, geometry, limits.staging_bytes, limits.step_bytes)
         self.fault: Fault | None = None
         self.tokens: dict[int, list[int]] = {}

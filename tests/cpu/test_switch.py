@@ -41,8 +41,12 @@ class Observed:
         occupancy, target, owners = self.plans[-1]
         counts = [-(-written // geometry.page_size) for written in occupancy.written]
         numbers = np.concatenate([np.arange(count) for count in counts] or [np.empty(0, dtype=np.int64)])
-        old = State(occupancy.layout, geometry.ranks, numbers, np.repeat(np.array(occupancy.owners, dtype=int), counts))
-        new = State(target, geometry.ranks, numbers, np.repeat(np.array(owners, dtype=int), counts))
+        assert occupancy.pages is not None
+        claims = [page for pages, count in zip(occupancy.pages, counts, strict=True) for page in pages[:count]]
+        pages = np.unique(np.array(claims, dtype=np.int64), return_inverse=True)[1]
+        old_owners, new_owners = (np.repeat(np.array(own, dtype=int), counts) for own in (occupancy.owners, owners))
+        old = State(occupancy.layout, geometry.ranks, numbers, old_owners, pages)
+        new = State(target, geometry.ranks, numbers, new_owners, pages)
         return diff(old, new), numbers
 
 
@@ -153,7 +157,7 @@ def check_client(client: Client, jobs: Sequence[Job], expected: Mapping[int, lis
         assert client.tokens[name] == expected[jobs.index(job)]
 
 
-def engine_for(model: str, ranks: int, layout: str) -> LLM:
+def engine_for(model: str, ranks: int, layout: str, prefix_cache: bool = False) -> LLM:
     return LLM(
         model,
         ranks=ranks,
@@ -163,6 +167,7 @@ def engine_for(model: str, ranks: int, layout: str) -> LLM:
         max_batched_tokens=40,
         max_num_seqs=6,
         switch_copy_mib=0.1,
+        prefix_cache=prefix_cache,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,6 @@ from hypothesis import strategies as st
 from splash.core.diff import diff
 from splash.core.errors import CapacityError
 from splash.core.layout import CP, DP, LAYOUTS, TP, Layout
-from splash.core.ownership import State
 from splash.core.pages import HeldPages, PagePool, PageTable
 from splash.core.step import NO_SLOT
 from splash.switch.checks import validate
@@ -33,7 +33,7 @@ from tests.arenas import (
 
 
 @settings(max_examples=200)
-@given(case=cases() | cases(tight=True))
+@given(case=cases() | cases(tight=True) | cases(shared=True))
 def test_bytes_arrive_and_nothing_alive_is_lost(case: Case) -> None:
     if not case.fits():
         with pytest.raises(CapacityError, match=rf"layout {case.target} has room for \d+ pages on rank \d+, .* \d+$"):
@@ -54,7 +54,7 @@ def test_bytes_arrive_and_nothing_alive_is_lost(case: Case) -> None:
 
 
 @settings(max_examples=150)
-@given(case=cases() | cases(tight=True))
+@given(case=cases() | cases(tight=True) | cases(shared=True))
 def test_an_abandonable_switch_can_be_abandoned_whatever_the_step_wrote(case: Case) -> None:
     if not case.fits():
         return
@@ -87,20 +87,12 @@ def test_an_abandonable_switch_can_be_abandoned_whatever_the_step_wrote(case: Ca
 
 
 @settings(max_examples=100)
-@given(case=cases() | cases(tight=True))
+@given(case=cases() | cases(tight=True) | cases(shared=True))
 def test_counts_are_those_of_the_difference(case: Case) -> None:
     if not case.fits():
         return
-    manifest, geometry, ranks = case.plan().manifest, case.geometry, case.geometry.ranks
-    numbers, old, new = (
-        np.array(values, dtype=np.int64).ravel()
-        for values in (
-            [n for i in range(len(case.owners)) for n in range(case.num_written(i))],
-            [case.occupancy.owners[i] for i in range(len(case.owners)) for _ in range(case.num_written(i))],
-            [case.owners[i] for i in range(len(case.owners)) for _ in range(case.num_written(i))],
-        )
-    )
-    src, dst = State(case.occupancy.layout, ranks, numbers, old), State(case.target, ranks, numbers, new)
+    manifest, geometry = case.plan().manifest, case.geometry
+    src, dst = case.states()
     moves = diff(src, dst)
     counts = count(manifest, geometry)
     assert counts.fetched == tuple(moves.pages.received)
@@ -124,7 +116,7 @@ def test_counts_are_those_of_the_difference(case: Case) -> None:
 
 
 @settings(max_examples=60)
-@given(case=cases())
+@given(case=cases() | cases(shared=True))
 def test_there_and_back_again(case: Case) -> None:
     if not case.fits():
         return
@@ -138,6 +130,7 @@ def test_there_and_back_again(case: Case) -> None:
         owners=case.owners,
         written=case.occupancy.written,
         tables=tuple(PageTable(case.geometry.ranks, there.tables[id]) for id in case.occupancy.requests),
+        pages=case.occupancy.pages,
     )
     home = Case(case.geometry, moved, case.occupancy.layout, case.occupancy.owners, case.random)
     back = home.plan()
@@ -176,8 +169,13 @@ def test_copies_ahead_are_respected_and_settle_leaves_the_rest(case: Case, data:
                 if wanted and free[rank] and case.random.random() < share:
                     slots[rank] = free[rank].pop()
             ahead[id, number] = slots
+    page_of = {
+        (id, number): page
+        for id, pages in zip(before.requests, case.pages(), strict=True)
+        for number, page in enumerate(pages)
+    }
     # The other pages may still need room in which nothing lies ahead.
-    planned = case.plan(ahead=ahead)
+    planned = case.plan(ahead={page_of[key]: slots for key, slots in ahead.items()})
     for (id, number), slots in ahead.items():
         row = planned.tables[id][number]
         assert all(row[rank] == slot for rank, slot in enumerate(slots) if slot != NO_SLOT)
@@ -284,11 +282,45 @@ def test_a_reserved_page_on_a_live_one_makes_a_switch_that_cannot_be_abandoned()
 @pytest.mark.parametrize(
     ("ahead", "message"),
     [
-        ({(10, 99): [1, 1, 1, 1]}, "a page that is not there"),
-        ({(9, 0): [1, 1, 1, 1]}, "a page that is not there"),
-        ({(10, 0): [0, 0, 0, 0]}, "is not free"),
+        ({99: [1, 1, 1, 1]}, "a page that is not there"),
+        ({0: [0, 0, 0, 0]}, "is not free"),
     ],
 )
-def test_slots_chosen_ahead_must_make_sense(ahead: dict[tuple[int, int], list[int]], message: str) -> None:
+def test_slots_chosen_ahead_must_make_sense(ahead: dict[int, list[int]], message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         fixed_case(CP, TP).plan(ahead=ahead)
+
+
+def test_copies_of_a_page_on_two_ranks_become_one_page() -> None:
+    """Two owners have copies of the same page: it becomes one page, and each rank keeps the slot it has."""
+    geometry = tiny_geometry(2, num_heads=24, page_size=4, token_bytes=8, spare=12)
+    pool = PagePool.of_geometry(geometry, DP)
+    held = [HeldPages(owner, 2) for owner in (0, 1, 1)]
+    assert all(pool.grow(pages, 3) for pages in held)
+    held[1].ids[:2] = held[0].ids[:2]
+    tables = tuple(pages.table for pages in held)
+    occupancy = Occupancy(DP, (5, 6, 7), (0, 1, 1), (12, 12, 12), tables, tuple(pages.ids for pages in held))
+    planned = plan_switch(occupancy, TP, (0, 1, 1), geometry, epoch=0)
+    validate(planned.manifest, geometry)
+    assert count(planned.manifest, geometry).fetched == (4, 1)
+    assert np.array_equal(planned.tables[5][:2], planned.tables[6][:2])
+    assert planned.tables[5][:2, 0].tolist() == held[0].table.slots_cT[:2, 0].tolist()
+    assert planned.tables[5][:2, 1].tolist() == held[1].table.slots_cT[:2, 1].tolist()
+    assert len(planned.pages) == 7
+
+
+def test_idle_pages_are_in_nobodys_way_and_are_spared_where_there_is_other_room() -> None:
+    case = fixed_case(CP, TP, pages=(4, 4), reserved=0, spare=30)
+    geometry = case.geometry
+    free = [
+        np.setdiff1d(geometry.page_slots(CP, rank), np.concatenate([t.slots_on(rank) for t in case.occupancy.tables]))
+        for rank in range(4)
+    ]
+    for share in (0.5, 1.0):
+        idle = tuple(own[: int(len(own) * share)] for own in free)
+        case.occupancy = replace(case.occupancy, idle=idle)
+        planned = case.plan()
+        for rank in range(4):
+            taken = {slot for table in planned.tables.values() for slot in table[:, rank].tolist()}
+            unused = np.setdiff1d(np.intersect1d(free[rank], geometry.page_slots(TP, rank)), idle[rank])
+            assert not taken & set(idle[rank].tolist()) or set(unused.tolist()) <= taken

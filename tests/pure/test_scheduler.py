@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from splash.core.errors import RequestError
 from splash.core.layout import DP, KV, LAYOUTS, TP, Layout
 from splash.core.ownership import page_holders
-from splash.core.pages import PagePool
 from splash.core.request import SamplingParams
 from splash.core.step import NO_SLOT, StepOutput, StepPlan
 from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.owners import choose_owner
+from splash.scheduler.prefix_cache import PrefixCache
 from splash.scheduler.request import Progress
 from splash.scheduler.scheduler import Scheduler
 
@@ -38,6 +38,7 @@ class FakeGroup:
     computed: dict[int, int] = field(default_factory=dict)  # request -> rows since its table was last dropped
     tables: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
     owners: dict[int, int] = field(default_factory=dict)
+    memory: dict[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)  # (rank, slot, offset) -> history
     next_step: int = 0
 
     def run(self, plan: StepPlan) -> StepOutput:
@@ -60,6 +61,10 @@ class FakeGroup:
         sampled: dict[int, int] = {}
         for query in queries:
             id, end = query.request, query.start + len(query.tokens)
+            is_new = id not in self.tables
+            if is_new and config.prefix_cache:
+                assert query.start % config.page_size == 0
+                self.computed[id] = query.start
             assert query.start == self.computed.get(id, 0), "rows are contiguous"
             assert query.tokens == tuple(self.history[id][query.start : end])
             assert query.tokens
@@ -71,15 +76,27 @@ class FakeGroup:
             assert self.owners.setdefault(id, query.owner) == query.owner
             rule = page_holders(np.arange(len(table)), np.full(len(table), query.owner), self.layout, ranks)
             assert ((np.array(table) != NO_SLOT) == rule).all()
+            self._compute(id, query.start, end)
             if query.sample:
                 sampled[id] = self.rng.randrange(VOCABULARY)
                 self.history[id].append(sampled[id])
         assert len(self.tables) <= config.max_num_seqs
         for rank, total in enumerate(self.slots):
             used = [page[rank] for table in self.tables.values() for page in table if page[rank] != NO_SLOT]
-            assert len(used) == len(set(used))
+            assert len(used) == len(set(used)) or config.prefix_cache
             assert all(0 <= slot < total for slot in used)
         return StepOutput(plan.step, plan.epoch, tuple(sampled), tuple(sampled.values()), (None,) * len(sampled))
+
+    def _compute(self, id: int, start: int, end: int) -> None:
+        """Store what each row makes of all before it, and see that what it reads is that and nothing else."""
+        history, size = self.history[id], self.config.page_size
+        for position in range(end):
+            for rank, slot in enumerate(self.tables[id][position // size]):
+                at, made = (rank, slot, position % size), tuple(history[: position + 1])
+                if position >= start:
+                    self.memory[at] = made
+                elif slot != NO_SLOT:
+                    assert self.memory[at] == made, f"request {id} sees what is not its own at {position}"
 
 
 def make(
@@ -90,10 +107,36 @@ def make(
     max_model_len: int = 64,
     page_size: int = 4,
     seed: int = 0,
+    prefix_cache: bool = False,
 ) -> tuple[Scheduler, FakeGroup]:
-    config = SchedulerConfig(max_num_seqs, max_batched_tokens, max_model_len, frozenset({EOS}), page_size)
-    pool = PagePool(layout, [np.arange(count) for count in slots])
+    config = SchedulerConfig(max_num_seqs, max_batched_tokens, max_model_len, frozenset({EOS}), page_size, prefix_cache)
+    pool = PrefixCache(layout, [np.arange(count) for count in slots])
     return Scheduler(config, pool), FakeGroup(config, layout, list(slots), random.Random(seed))
+
+
+def check_cache(scheduler: Scheduler) -> None:
+    """References are those of the running requests, and every slot is free, held or idle, once."""
+    pool = scheduler.pool
+    refs: Counter[tuple[int, int]] = Counter()
+    held_slots: set[tuple[int, int]] = set()
+    for request in scheduler.running:
+        held = request.held
+        assert held is not None and len(held.ids) == len(held) == len(held.table)
+        place = held.owner if pool.layout.kv is KV.REQUEST else 0
+        for page, slots in zip(held.ids, held.table.rows(0, len(held)), strict=True):
+            if (page, place) in pool._by_id:
+                assert pool._by_id[page, place].slots == slots
+                refs[page, place] += 1
+            held_slots |= {(rank, slot) for rank, slot in enumerate(slots) if slot != NO_SLOT}
+    assert len(pool._by_key) == len(pool._by_id)
+    assert {at: page.refs for at, page in pool._by_id.items() if page.refs} == dict(refs)
+    idle = {id(page) for queue in pool._idle for page in queue.values()}
+    assert idle == {id(page) for page in pool._by_id.values() if not page.refs}
+    slots = pool.idle_slots()
+    for rank, allocator in enumerate(pool._allocators):
+        on_rank = {slot for at, slot in held_slots if at == rank}
+        assert not on_rank & set(slots[rank].tolist()) and len(set(slots[rank].tolist())) == len(slots[rank])
+        assert allocator.num_free + len(slots[rank]) == pool.num_free[rank]
 
 
 def drain(scheduler: Scheduler, group: FakeGroup, max_steps: int = 10_000) -> list[list[Progress]]:
@@ -120,6 +163,7 @@ def greedy(**fields: object) -> SamplingParams:
     seed=st.integers(0, 2**32),
     num_requests=st.integers(1, 14),
     abort_rate=st.sampled_from([0.0, 0.0, 0.05, 0.3]),
+    prefix_cache=st.booleans(),
 )
 def test_every_request_gets_what_it_asked_for(
     layout: Layout,
@@ -130,10 +174,14 @@ def test_every_request_gets_what_it_asked_for(
     seed: int,
     num_requests: int,
     abort_rate: float,
+    prefix_cache: bool,
 ) -> None:
     max_model_len = 24
-    scheduler, group = make(layout, slots, max_num_seqs, max_batched_tokens, max_model_len, page_size, seed)
+    scheduler, group = make(
+        layout, slots, max_num_seqs, max_batched_tokens, max_model_len, page_size, seed, prefix_cache
+    )
     rng = random.Random(seed + 1)
+    beginnings = [[rng.randrange(VOCABULARY) for _ in range(16)] for _ in range(2)]
     asked: dict[int, tuple[int, SamplingParams]] = {}
     outputs: dict[int, list[Progress]] = {}
     aborted: set[int] = set()
@@ -150,7 +198,8 @@ def test_every_request_gets_what_it_asked_for(
     while arrivals or scheduler.has_work:
         while arrivals and rng.random() < 0.6:
             id = arrivals.pop(0)
-            prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 20))]
+            prompt = rng.choice(beginnings)[: rng.randint(0, 16)] if rng.random() < 0.7 else []
+            prompt = prompt + [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 20 - len(prompt)))]
             max_tokens = rng.randint(1, 30)
             params = SamplingParams(
                 max_tokens=max_tokens,
@@ -182,6 +231,7 @@ def test_every_request_gets_what_it_asked_for(
         for progress in scheduler.apply(group.run(plan)):
             assert progress.id not in aborted
             outputs[progress.id].append(progress)
+        check_cache(scheduler)
         assert scheduler.num_running + scheduler.num_waiting == len(
             [id for id in asked if id not in aborted and not (outputs[id] and outputs[id][-1].finish_reason)]
         )
@@ -388,7 +438,7 @@ def test_owners_are_balanced_in_every_layout(layout: Layout) -> None:
 
 
 def test_owner_is_the_least_loaded_rank_that_has_room() -> None:
-    pool = PagePool(DP, [np.arange(4), np.arange(9), np.arange(9), np.arange(7)])
+    pool = PrefixCache(DP, [np.arange(4), np.arange(9), np.arange(9), np.arange(7)])
     assert choose_owner(pool, [0, 5, 5, 9], 3, 4) == 0
     assert choose_owner(pool, [0, 5, 5, 9], 3, 5) == 1
     assert choose_owner(pool, [9, 9, 9, 9], 3, 4) == 1

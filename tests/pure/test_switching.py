@@ -11,32 +11,89 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splash.core.errors import RequestError
-from splash.core.layout import DOP, LAYOUTS, TP, Layout
-from splash.core.pages import HeldPages, PagePool
+from splash.core.layout import DOP, KV, LAYOUTS, TP, Layout
+from splash.core.pages import HeldPages
+from splash.core.step import NO_SLOT
 from splash.scheduler.owners import balance_owners
+from splash.scheduler.prefix_cache import CachedPage, PrefixCache
+from splash.scheduler.request import Rebase
 from splash.scheduler.scheduler import Scheduler
-from tests.pure.test_scheduler import VOCABULARY, FakeGroup, drain, greedy, make
+from tests.pure.test_scheduler import VOCABULARY, FakeGroup, check_cache, drain, greedy, make
 
 
 def target_state(
     scheduler: Scheduler, layout: Layout, slots: Sequence[int], rng: random.Random, withheld: int
-) -> tuple[PagePool, dict[int, HeldPages], list[list[int]]] | None:
+) -> tuple[PrefixCache, dict[int, HeldPages], list[list[int]]] | None:
     """The pages of the running requests in another layout, of owners at random, and slots withheld until the commit.
 
     None where they do not fit.
     """
-    pool = PagePool(layout, [np.arange(count) for count in slots])
+    cache = scheduler.pool
+    pool = PrefixCache(layout, [np.arange(count) for count in slots])
     held = {}
+    known: dict[tuple[int, int], tuple[int, ...]] = {}  # (page, place) -> its slots there
     for request in scheduler.running:
         assert request.held is not None
-        held[request.id] = HeldPages(rng.randrange(pool.ranks), pool.ranks)
-        if not pool.grow(held[request.id], len(request.held)):
-            return None
-    free = []
+        owner = rng.randrange(pool.ranks)
+        place = owner if layout.kv is KV.REQUEST else 0
+        rows = []
+        for number, page in enumerate(request.held.ids):
+            if (page, place) not in known:
+                one = HeldPages(owner, pool.ranks)
+                pool.share(
+                    one, [CachedPage(b"", b"", at, -1, place, (NO_SLOT,) * pool.ranks, 1) for at in range(number)]
+                )
+                if not pool.grow(one, 1):
+                    return None
+                known[page, place] = one.table.rows(number, number + 1)[0]
+            rows.append(known[page, place])
+        held[request.id] = HeldPages(owner, pool.ranks, rows, request.held.ids)
+    used = [{row[rank] for row in known.values()} for rank in range(pool.ranks)]
+    usable = [np.array([slot not in used[rank] for slot in range(count)]) for rank, count in enumerate(slots)]
+    moved = [(request.held, held[request.id]) for request in scheduler.running if request.held is not None]
+    survivors = cache.survivors(layout, [(old, new.owner) for old, new in moved], usable)
+    free, kept = [], []
     for rank, count in enumerate(slots):
-        used = {slot for pages in held.values() for slot in pages.table.slots_on(rank).tolist()}
-        free.append([slot for slot in range(count) if slot not in used][:withheld])
-    return PagePool(layout, [np.arange(count) for count in slots], held.values(), free), held, free
+        kept.append([page.slots[rank] for page in survivors if page.slots[rank] != NO_SLOT])
+        free.append([slot for slot in range(count) if slot not in used[rank] and slot not in kept[rank]][:withheld])
+    withheld_slots = [own + more for own, more in zip(free, kept, strict=True)]
+    target = PrefixCache(layout, [np.arange(count) for count in slots], held.values(), withheld_slots)
+    target.inherit(cache, moved, survivors)
+    return target, held, free
+
+
+def copied(group: FakeGroup, scheduler: Scheduler, held: dict[int, HeldPages]) -> dict[tuple[int, int, int], tuple]:
+    """What a commit writes: the pages that requests hold, where they lie in the target."""
+    writes = {}
+    for request in scheduler.running:
+        assert request.held is not None
+        for page, (old, new) in enumerate(
+            zip(request.held.table.slots_cT.tolist(), held[request.id].table.slots_cT.tolist(), strict=True)
+        ):
+            source = next((rank, slot) for rank, slot in enumerate(old) if slot != NO_SLOT)
+            for offset in range(scheduler.config.page_size):
+                content = group.memory.get((*source, offset))
+                if content is not None and page * scheduler.config.page_size + offset < request.num_computed:
+                    writes |= {(rank, slot, offset): content for rank, slot in enumerate(new) if slot != NO_SLOT}
+    return writes
+
+
+def spoil(group: FakeGroup, scheduler: Scheduler, before: Rebase) -> None:
+    """What a failed switch, and the step that came with it, may have written over.
+
+    That is all but what still runs, and what both pools know by the same key in the same slot.
+    """
+    running = {request.id for request in scheduler.running}
+    held = [held for request, held, _ in before.requests if held is not None and request.id in running]
+    alive = {at for pages in held for row in pages.table.slots_cT.tolist() for at in enumerate(row)}
+    known = [
+        {(page.key, *at) for page in pool._by_key.values() for at in enumerate(page.slots)}
+        for pool in (before.pool, scheduler.pool)
+    ]
+    alive |= {(rank, slot) for _, rank, slot in known[0] & known[1]}
+    for rank, slot, offset in list(group.memory):
+        if (rank, slot) not in alive:
+            group.memory[rank, slot, offset] = ()
 
 
 def commit(
@@ -63,6 +120,7 @@ def commit(
     seed=st.integers(0, 2**32),
     num_requests=st.integers(1, 12),
     abort_rate=st.sampled_from([0.0, 0.1, 0.3]),
+    prefix_cache=st.booleans(),
 )
 def test_switches_that_commit_or_fail_lose_nothing(
     layouts: list[Layout],
@@ -73,9 +131,11 @@ def test_switches_that_commit_or_fail_lose_nothing(
     seed: int,
     num_requests: int,
     abort_rate: float,
+    prefix_cache: bool,
 ) -> None:
-    scheduler, group = make(layouts[0], slots, max_num_seqs, max_batched_tokens, 24, page_size, seed)
+    scheduler, group = make(layouts[0], slots, max_num_seqs, max_batched_tokens, 24, page_size, seed, prefix_cache)
     rng = random.Random(seed + 1)
+    beginning = [rng.randrange(1, VOCABULARY) for _ in range(12)]
     asked: dict[int, int] = {}
     outputs: dict[int, int] = {}
     live: set[int] = set()
@@ -83,7 +143,8 @@ def test_switches_that_commit_or_fail_lose_nothing(
 
     def arrive() -> None:
         nonlocal next_id
-        prompt = [rng.randrange(1, VOCABULARY) for _ in range(rng.randint(1, 12))]
+        prompt = beginning[: rng.randint(0, 11)] if rng.random() < 0.7 else []
+        prompt += [rng.randrange(1, VOCABULARY) for _ in range(rng.randint(1, 12 - len(prompt)))]
         count = rng.randint(1, 10)
         try:
             scheduler.add(next_id, prompt, greedy(max_tokens=count), 0)
@@ -101,7 +162,7 @@ def test_switches_that_commit_or_fail_lose_nothing(
             live.discard(id)
 
     def fits(layout: Layout) -> bool:
-        pool = PagePool(layout, [np.arange(count) for count in slots])
+        pool = PrefixCache(layout, [np.arange(count) for count in slots])
         needs = [-(-request.max_positions // page_size) for request in scheduler.requests]
         return all(any(pool.fits_alone(rank, need) for rank in range(pool.ranks)) for need in needs)
 
@@ -117,6 +178,7 @@ def test_switches_that_commit_or_fail_lose_nothing(
             state = target_state(scheduler, layout, slots, rng, rng.choice([0, 0, 2]))
         if state is not None:
             source = scheduler.pool, scheduler.epoch
+            writes = copied(group, scheduler, state[1])
             before = scheduler.rebase(*state[:2])
             assert scheduler.epoch == source[1] + 1
             plan = scheduler.schedule() or scheduler.schedule_empty()
@@ -128,18 +190,22 @@ def test_switches_that_commit_or_fail_lose_nothing(
         if rng.random() < 0.3 and next_id < num_requests:
             arrive()
         if before is not None and (rng.random() < 0.6 or not plan.queries):
+            spoil(group, scheduler, before)
             scheduler.retract(before)
+            check_cache(scheduler)
             group.next_step += 1
             assert (scheduler.pool, scheduler.epoch) == source
             continue
         if state is not None:
             commit(scheduler, group, layout, state[1], plan.released)
+            group.memory |= writes
             scheduler.pool.free(state[2])
         for progress in scheduler.apply(group.run(plan)):
             outputs[progress.id] += 1
             if progress.finish_reason is not None:
                 live.discard(progress.id)
                 assert outputs[progress.id] == asked[progress.id]
+        check_cache(scheduler)
     else:
         raise AssertionError("livelock")
     assert not live
@@ -171,7 +237,7 @@ def test_a_request_waits_for_pages_that_a_switch_withholds() -> None:
     """All that runs has ended when a switch withholds slots: the next request waits for them, and that is no error."""
     scheduler, group = make(DOP, (6,), page_size=4)
     scheduler.add(0, [1] * 20, greedy(max_tokens=4), 0)
-    pool = PagePool(TP, [np.arange(6)], (), [[0, 1, 2]])
+    pool = PrefixCache(TP, [np.arange(6)], (), [[0, 1, 2]])
     scheduler.rebase(pool, {})
     assert scheduler.schedule() is None
     pool.free([[0, 1, 2]])

@@ -80,6 +80,7 @@ def test_every_form_of_prompt_and_n(served: Any) -> None:
 def test_usage_counts_each_prompt_once(served: Any) -> None:
     usage = complete(served, prompt=[[70] * 3, [71] * 5], n=3, max_tokens=4).usage
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (8, 24, 32)
+    assert usage.prompt_tokens_details.cached_tokens == 0
 
 
 def test_usage_comes_last_in_a_stream_that_asks_for_it(served: Any) -> None:

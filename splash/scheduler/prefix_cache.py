@@ -1,0 +1,309 @@
+"""PrefixCache: a page pool in which requests that begin alike share pages, and what they leave behind is found again.
+
+A page is known by what it holds: its key is a hash of its tokens and of the key of the page before it. It is entered
+once it is full and the step that filled it is over, so nobody sees it before it is written, and nobody writes to it
+afterwards. A page that no request holds any more is *idle*: it counts as free, and is evicted when its slot is needed.
+
+Where the layout keeps pages by request, a page is of use on the rank of its owner only: this is its *place*, and a
+rank may have a copy of what another has. Everywhere else there is one place, 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from splash.core.layout import KV, Layout
+from splash.core.ownership import page_holders
+from splash.core.pages import HeldPages, HolderTable, PagePool
+from splash.core.step import NO_SLOT
+
+KEY_BYTES = 16
+
+
+def extend_keys(keys: list[bytes], tokens: Sequence[int], page_size: int, num_pages: int) -> None:
+    """Add the keys of the pages of `tokens` up to `num_pages`, all of them full."""
+    for page in range(len(keys), num_pages):
+        digest = hashlib.blake2b(keys[-1] if keys else b"", digest_size=KEY_BYTES)
+        digest.update(array("i", tokens[page * page_size : (page + 1) * page_size]))
+        keys.append(digest.digest())
+
+
+@dataclass(slots=True, eq=False)
+class CachedPage:
+    """A page that is written and full.
+
+    Attributes:
+        key: what it and the pages before it hold.
+        parent: key of the page before it, empty for the first.
+        number: page number, which is the same in every request that holds it.
+        id: its number in `HeldPages.ids`; copies at several places have the same.
+        place: owner rank of the requests that may share it where the layout keeps pages by request, else 0.
+        slots: its slot on each rank, NO_SLOT where there is none.
+        refs: requests that hold it.
+        released: when it last became idle, by a clock of releases.
+    """
+
+    key: bytes
+    parent: bytes
+    number: int
+    id: int
+    place: int
+    slots: tuple[int, ...]
+    refs: int = 0
+    released: int = 0
+
+
+class PrefixCache(PagePool):
+    """The pages of a group in one layout, shared by content. Without `enter` nothing is ever shared."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        slots: Sequence[np.ndarray],
+        resident: Iterable[HeldPages] = (),
+        withheld: Sequence[Sequence[int]] = (),
+        border: int = 0,
+    ) -> None:
+        super().__init__(layout, slots, resident, withheld, border)
+        self._by_key: dict[tuple[bytes, int], CachedPage] = {}  # (key, place)
+        self._by_id: dict[tuple[int, int], CachedPage] = {}  # (id, place)
+        # Idle pages by their first holder, next to be evicted first: pages with the same holders are in one queue.
+        self._idle: list[OrderedDict[int, CachedPage]] = [OrderedDict() for _ in slots]
+        self._num_idle = [0] * self.ranks
+        self._clock = 0
+
+    # --- what requests do ---
+
+    def match(self, keys: Sequence[bytes]) -> list[list[CachedPage]]:
+        """For a request of each rank, the pages that it would find: as many of the first of `keys` as are there."""
+        found: list[list[CachedPage]] = []
+        for place in range(self.ranks if self.layout.kv is KV.REQUEST else 1):
+            pages = []
+            for key in keys:
+                page = self._by_key.get((key, place))
+                if page is None:
+                    break
+                pages.append(page)
+            found.append(pages)
+        return found if len(found) == self.ranks else found * self.ranks
+
+    def fits_beside(self, owner: int, shared: Sequence[CachedPage], count: int) -> bool:
+        """Whether a request of `owner` can have `count` pages of which the first are `shared`."""
+        needs = self._holders[owner].needs(len(shared), count - len(shared))
+        free = self.num_free
+        for page in shared:
+            if not page.refs:
+                for rank, slot in enumerate(page.slots):
+                    free[rank] -= slot != NO_SLOT
+        return all(need <= left for need, left in zip(needs, free, strict=True))
+
+    def share(self, held: HeldPages, pages: Sequence[CachedPage]) -> None:
+        """Give a request without pages those that it shares."""
+        assert not len(held)
+        for page in pages:
+            assert page.place == self._place(held.owner) and page.number == len(held.ids)
+            if not page.refs:
+                self._leave_idle(page)
+            page.refs += 1
+            held.ids.append(page.id)
+            for rank, slot in enumerate(page.slots):
+                if slot != NO_SLOT:
+                    held.counts[rank] += 1
+                    held.last[rank] = slot
+        held.table.extend([page.slots for page in pages])
+
+    def enter(self, held: HeldPages, number: int, keys: Sequence[bytes]) -> None:
+        """Let others find a page of a request, now that it is full and written. `keys` are those of its first pages.
+
+        Where the same was computed twice at once, the later one stays private.
+        """
+        key, place = keys[number], self._place(held.owner)
+        if (key, place) in self._by_key:
+            return
+        if self.layout.kv is KV.REQUEST:
+            copies = (self._by_key.get((key, other)) for other in range(self.ranks))
+            held.ids[number] = next((copy.id for copy in copies if copy is not None), held.ids[number])
+        (slots,) = held.table.rows(number, number + 1)
+        parent = keys[number - 1] if number else b""
+        self._add(CachedPage(key, parent, number, held.ids[number], place, slots, refs=1))
+
+    # --- what the pool does, with idle pages counting as free ---
+
+    @property
+    def num_free(self) -> list[int]:
+        return [free + idle for free, idle in zip(super().num_free, self._num_idle, strict=True)]
+
+    def grow(self, held: HeldPages, count: int) -> bool:
+        while not super().grow(held, count):
+            if self.lacking(held.owner, len(held), count):
+                return False
+            needs = self._holders[held.owner].needs(len(held), count)
+            for rank, allocator in enumerate(self._allocators):
+                while needs[rank] > allocator.num_free:
+                    self._evict_next(rank)
+        return True
+
+    def release(self, held: HeldPages) -> None:
+        """Let go of all pages of a request, whose table is empty afterwards. Those in the cache stay, deepest first."""
+        place = self._place(held.owner)
+        private: list[list[int]] = [[] for _ in range(self.ranks)]
+        for id, slots in zip(reversed(held.ids), reversed(held.table.rows(0, len(held))), strict=True):
+            page = self._by_id.get((id, place))
+            if page is None:
+                for rank, slot in enumerate(slots):
+                    if slot != NO_SLOT:
+                        private[rank].append(slot)
+                continue
+            page.refs -= 1
+            if not page.refs:
+                self._become_idle(page)
+        super().free(private)
+        held.counts, held.last = [0] * self.ranks, [None] * self.ranks
+        held.table.clear()
+        held.ids.clear()
+
+    def are_free(self, slots: Sequence[Sequence[int]]) -> bool:
+        if super().are_free(slots):
+            return True
+        idle = [set(own.tolist()) for own in self.idle_slots()]
+        return super().are_free([[s for s in own if s not in taken] for own, taken in zip(slots, idle, strict=True)])
+
+    def claim(self, slots: Sequence[Sequence[int]]) -> None:
+        if not super().are_free(slots):
+            wanted = [set(own) for own in slots]
+            self.evict(lambda page: any(slot in own for slot, own in zip(page.slots, wanted, strict=True)))
+        super().claim(slots)
+
+    # --- idle pages ---
+
+    def idle_slots(self, target: Layout | None = None) -> tuple[np.ndarray, ...]:
+        """By rank, the slots of idle pages, int64; only of those that `target` could use where they lie, if given."""
+        idle = [page for queue in self._idle for page in queue.values()]
+        slots = np.array([page.slots for page in idle], dtype=np.int64).reshape(-1, self.ranks)
+        if target is not None:
+            numbers = np.array([page.number for page in idle], dtype=np.int64)
+            resident = np.zeros(len(idle), dtype=bool)
+            for owner in range(self.ranks):
+                wanted = page_holders(numbers, np.full(len(idle), owner), target, self.ranks)
+                resident |= ((slots != NO_SLOT) | ~wanted).all(axis=1)
+            slots = slots[resident]
+        return tuple(own[own != NO_SLOT] for own in slots.T)
+
+    def evict(self, unwanted: Callable[[CachedPage], bool] = lambda page: True) -> None:
+        """Evict the idle pages for which `unwanted` holds."""
+        for queue in self._idle:
+            for page in [page for page in queue.values() if unwanted(page)]:
+                self._evict(page)
+
+    def _place(self, owner: int) -> int:
+        return owner if self.layout.kv is KV.REQUEST else 0
+
+    def _queue(self, page: CachedPage) -> OrderedDict[int, CachedPage]:
+        return self._idle[next(rank for rank, slot in enumerate(page.slots) if slot != NO_SLOT)]
+
+    def _add(self, page: CachedPage) -> None:
+        self._by_key[page.key, page.place] = page
+        self._by_id[page.id, page.place] = page
+
+    def _become_idle(self, page: CachedPage) -> None:
+        self._clock += 1
+        page.released = self._clock
+        self._queue(page)[page.id] = page
+        for rank, slot in enumerate(page.slots):
+            self._num_idle[rank] += slot != NO_SLOT
+
+    def _leave_idle(self, page: CachedPage) -> None:
+        del self._queue(page)[page.id]
+        for rank, slot in enumerate(page.slots):
+            self._num_idle[rank] -= slot != NO_SLOT
+
+    def _evict_next(self, rank: int) -> None:
+        """Evict the page that is next on `rank`."""
+        queue = self._idle[0 if self.layout.kv is KV.REPLICATED else rank]
+        self._evict(next(iter(queue.values())))
+
+    def _evict(self, page: CachedPage) -> None:
+        self._leave_idle(page)
+        del self._by_key[page.key, page.place], self._by_id[page.id, page.place]
+        super().free([[slot] if slot != NO_SLOT else [] for slot in page.slots])
+
+    # --- switches ---
+
+    def survivors(
+        self, target: Layout, owners: Iterable[tuple[HeldPages, int]], usable: Sequence[np.ndarray]
+    ) -> list[CachedPage]:
+        """The idle pages that can stay, as they are in `target`: they never move, so each must lie where one is wanted.
+
+        Args:
+            target: the layout wanted.
+            owners: the pages that each running request holds now, and its owner there.
+            usable: by rank, bool [slots], where they may lie.
+        """
+        by_request = target.kv is KV.REQUEST
+        there: dict[bytes, set[int]] = {b"": set(range(self.ranks if by_request else 1))}  # key -> places
+        for held, owner in owners:
+            place = self._place(held.owner)
+            for id in held.ids:
+                live = self._by_id.get((id, place))
+                if live is not None:
+                    there.setdefault(live.key, set()).add(owner if by_request else 0)
+        holders = [HolderTable(target, owner, self.ranks) for owner in range(self.ranks)]
+        idle = [page for queue in self._idle for page in queue.values()]
+        kept = []
+        for page in sorted(idle, key=lambda page: page.number):
+            # Without the page before it, it would never be found. First pages are dealt out over the places.
+            known = there.get(page.key, set())
+            places = [place for place in there.get(page.parent, ()) if place not in known]
+            for place in sorted(places, key=lambda place: (place - page.key[0]) % self.ranks):
+                wanted = holders[place].of(page.number)
+                if all(page.slots[rank] != NO_SLOT and usable[rank][page.slots[rank]] for rank in wanted):
+                    slots = tuple(slot if rank in wanted else NO_SLOT for rank, slot in enumerate(page.slots))
+                    kept.append(CachedPage(page.key, page.parent, page.number, page.id, place, slots, 0, page.released))
+                    there.setdefault(page.key, set()).add(place)
+                    break
+        return sorted(kept, key=lambda page: page.released)
+
+    def inherit(
+        self,
+        before: PrefixCache,
+        moved: Iterable[tuple[HeldPages, HeldPages]],
+        survivors: Sequence[CachedPage],
+    ) -> None:
+        """Know what another pool knew, after a switch.
+
+        Args:
+            before: the other pool.
+            moved: what each running request holds there, and what it holds here.
+            survivors: idle pages, which this pool has withheld.
+        """
+        self._next_id, self._clock = max(self._next_id, before._next_id), before._clock
+        for old, new in moved:
+            place, old_place = self._place(new.owner), before._place(old.owner)
+            for number, id in enumerate(new.ids):
+                known = before._by_id.get((id, old_place))
+                if known is None:
+                    continue
+                page = self._by_id.get((id, place))
+                if page is None:
+                    (slots,) = new.table.rows(number, number + 1)
+                    page = CachedPage(known.key, known.parent, number, id, place, slots)
+                    self._add(page)
+                page.refs += 1
+        for page in survivors:
+            self._add(page)
+            self._become_idle(page)
+
+    def distrust(self, other: PrefixCache) -> None:
+        """Evict every idle page that `other`, a pool over the same slots, does not know to lie where it lies here."""
+        known = {(page.key, *at) for page in other._by_key.values() for at in enumerate(page.slots)}
+        self.evict(
+            lambda page: any(
+                slot != NO_SLOT and (page.key, rank, slot) not in known for rank, slot in enumerate(page.slots)
+            )
+        )

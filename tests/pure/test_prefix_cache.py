@@ -1,0 +1,142 @@
+"""The prefix cache as a pool: what is found, what counts as free, and what is evicted first."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from splash.core.layout import CP, DP, LAYOUTS, TP, Layout
+from splash.core.pages import HeldPages
+from splash.core.request import SamplingParams
+from splash.core.step import StepOutput
+from splash.scheduler.config import SchedulerConfig
+from splash.scheduler.owners import choose_owner
+from splash.scheduler.prefix_cache import CachedPage, PrefixCache, extend_keys
+from splash.scheduler.scheduler import Scheduler
+
+SIZE = 4
+
+
+def keys_of(tokens: list[int]) -> list[bytes]:
+    keys: list[bytes] = []
+    extend_keys(keys, tokens, SIZE, len(tokens) // SIZE)
+    return keys
+
+
+def pool_of(layout: Layout, slots: int = 8, ranks: int = 2) -> PrefixCache:
+    return PrefixCache(layout, [np.arange(slots)] * ranks)
+
+
+def write(pool: PrefixCache, owner: int, tokens: list[int]) -> HeldPages:
+    """A request of `owner` that has computed `tokens`, which are full pages."""
+    held, keys = HeldPages(owner, pool.ranks), keys_of(tokens)
+    assert pool.grow(held, len(keys))
+    for number in range(len(keys)):
+        pool.enter(held, number, keys)
+    return held
+
+
+@given(tokens=st.lists(st.integers(0, 2**31 - 1), max_size=40), cut=st.integers(0, 40), other=st.integers(0, 40))
+def test_keys_are_those_of_all_tokens_so_far(tokens: list[int], cut: int, other: int) -> None:
+    keys = keys_of(tokens)
+    assert len(set(keys)) == len(keys) == len(tokens) // SIZE
+    grown = keys_of(tokens[:cut])
+    extend_keys(grown, tokens, SIZE, len(tokens) // SIZE)
+    assert grown == keys
+    if other < len(tokens):
+        changed = keys_of([*tokens[:other], tokens[other] ^ 1, *tokens[other + 1 :]])
+        same = [a == b for a, b in zip(keys, changed, strict=True)]
+        assert same == [number < other // SIZE for number in range(len(keys))]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=str)
+def test_what_a_request_leaves_is_found_again_and_counts_as_free(layout: Layout) -> None:
+    pool, tokens = pool_of(layout), list(range(12))
+    held = write(pool, 1, tokens)
+    rows = held.table.rows(0, 3)
+    pool.release(held)
+    assert pool.num_free == pool.num_total
+    found = pool.match(keys_of([*tokens[:8], 99, 99, 99, 99]))
+    assert [page.slots for page in found[1]] == list(rows[:2])
+    assert len(found[0]) == (0 if layout is DP or layout.name == "dop" else 2)
+    again = HeldPages(1, 2)
+    pool.share(again, found[1])
+    assert again.table.rows(0, 2) == rows[:2]
+    assert pool.num_free != pool.num_total
+    pool.release(again)
+    assert pool.num_free == pool.num_total
+
+
+def test_the_same_computed_twice_stays_private_the_second_time() -> None:
+    pool, tokens = pool_of(TP), list(range(8))
+    first, second = write(pool, 0, tokens), write(pool, 1, tokens)
+    assert pool.num_free == [4, 4]
+    assert [page.slots for page in pool.match(keys_of(tokens))[0]] == list(first.table.rows(0, 2))
+    pool.release(second)
+    assert (pool.num_free, [len(own) for own in pool.idle_slots()]) == ([6, 6], [0, 0])
+    pool.release(first)
+    assert [len(own) for own in pool.idle_slots()] == [2, 2]
+
+
+def test_copies_on_two_ranks_are_two_pages_of_one_number() -> None:
+    pool, tokens = pool_of(DP), list(range(8))
+    first, second = write(pool, 0, tokens), write(pool, 1, tokens)
+    assert first.ids == second.ids
+    assert [len(pages) for pages in pool.match(keys_of(tokens))] == [2, 2]
+
+
+def test_the_longest_unused_goes_first_and_the_end_before_the_beginning() -> None:
+    pool = pool_of(TP, slots=6, ranks=1)
+    old, new = list(range(12)), list(range(50, 62))
+    for tokens in (old, new):
+        pool.release(write(pool, 0, tokens))
+    one = HeldPages(0, 1)
+    for left in ((2, 3), (1, 3), (0, 3), (0, 2), (0, 1), (0, 0)):
+        assert pool.grow(one, 1)
+        assert tuple(len(pool.match(keys_of(tokens))[0]) for tokens in (old, new)) == left
+    assert not pool.grow(one, 1)
+
+
+def test_only_ranks_that_lack_room_evict() -> None:
+    pool = pool_of(CP, slots=4)
+    pool.release(write(pool, 0, list(range(16))))  # two pages a rank
+    held = HeldPages(0, 2)
+    assert pool.grow(held, 5)  # three on rank 0, two on rank 1
+    assert [len(own) for own in pool.idle_slots()] == [1, 2]
+    pool.release(held)
+    assert pool.num_free == [4, 4]
+
+
+def test_what_is_shared_is_no_room_for_the_rest() -> None:
+    pool = pool_of(TP, slots=4, ranks=1)
+    pool.release(write(pool, 0, list(range(12))))
+    (found,) = pool.match(keys_of(list(range(12))))
+    assert pool.num_free == [4]
+    assert pool.fits_beside(0, found, 4) and not pool.fits_beside(0, found, 5)
+    assert pool.fits_beside(0, (), 4)
+
+
+def test_an_owner_is_chosen_by_load_less_what_it_has_cached() -> None:
+    pool = pool_of(DP, slots=16)
+    page = CachedPage(b"", b"", 0, 0, 1, (-1, 0), refs=1)
+    assert choose_owner(pool, [10, 20], 3, 3, [[], [page]], page_size=4) == 0
+    assert choose_owner(pool, [10, 20], 4, 4, [[], [page] * 3], page_size=4) == 1
+
+
+def test_a_page_is_found_once_its_step_is_over_and_the_last_token_is_computed_again() -> None:
+    scheduler = Scheduler(SchedulerConfig(8, 64, 64, frozenset(), SIZE, True), pool_of(TP, ranks=1))
+    params = SamplingParams(max_tokens=4, temperature=0.0)
+    for id in (0, 1):
+        scheduler.add(id, list(range(1, 9)), params, 0)
+    plan = scheduler.schedule()
+    assert plan is not None and [query.start for query in plan.queries] == [0, 0]
+    scheduler.apply(StepOutput(plan.step, plan.epoch, (0, 1), (5, 6), (None, None)))
+    scheduler.add(2, list(range(1, 9)), params, 0)
+    plan = scheduler.schedule()
+    assert plan is not None
+    (query,) = (query for query in plan.queries if query.request == 2)
+    assert (query.start, query.tokens) == (4, (5, 6, 7, 8))
+    assert len(query.new_pages) == 2, "ranks hear of the page that was found as well"
+    assert (scheduler.num_queried, scheduler.num_hit) == (24, 4)
