@@ -116,6 +116,7 @@ def measure_endpoint(url: str, prompts: list[Prompt], output_len: int) -> dict[s
 def measure_splash(args: argparse.Namespace, layout: str, prompts: list[Prompt]) -> dict[str, Any]:
     """One turn of SPLASH in `layout`: a fresh server, its figures, its memory by process."""
     options = [f"model.path={args.model}", f"ranks={args.ranks}", f"layout={layout}", f"dtype={args.dtype}"]
+    options.append("prefix_cache=false")  # every round sends the same prompts, and transformers computes them anew
     with splash_server(options + args.option, args.timeout) as server:
         turn = measure_endpoint(server.url, prompts, args.output_len)
         memory = [pss_mib(pid) for pid in process_tree(server.pid)]

@@ -138,7 +138,8 @@ class Walk:
         self._params = SamplingParams(max_tokens=3 * growth, temperature=0.0, ignore_eos=True)
         longest = max(prompt_len + 3 * growth, args.prefill_chunk + 1)
         options = {"model": args.model, "ranks": args.ranks, "dtype": args.dtype, "layout": HOME, "hardware": "cpu"}
-        options |= {"max_model_len": longest, "kv_cache_gib": args.kv_cache_gib, **dict(args.option)}
+        options |= {"max_model_len": longest, "kv_cache_gib": args.kv_cache_gib, "prefix_cache": False}
+        options |= dict(args.option)
         self.engine = Engine(EngineConfig(**options), lambda line: print(line, file=sys.stderr))
         self._clock = self.engine.executor = TimedExecutor(self.engine.executor)
         self._tokens: dict[str, list[int]] = defaultdict(list)

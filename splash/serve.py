@@ -196,10 +196,10 @@ def _announce(options: ServeOptions, engine: AsyncEngine, listener: socket.socke
     host = f"[{options.host}]" if ":" in options.host else options.host
     url = f"http://{host}:{listener.getsockname()[1]}"
     name = options.model.name
-    _say(f"SPLASH is ready: {url} (model {name}, layout {engine.layout}, {engine.ranks} ranks, {engine.hardware})")
+    ready = f"SPLASH is ready: {url} (model {name}, layout {engine.layout}, {engine.ranks} ranks, {engine.hardware})"
     body = json.dumps({"model": name, "prompt": "In the beginning", "max_tokens": 32})
     key = " -H 'Authorization: Bearer ...'" if options.api_key else ""
-    _say(f"Try:  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'")
+    _say(f"{ready}\nTry:  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'")
 
 
 def _say(line: str) -> None:
