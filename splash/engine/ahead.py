@@ -18,6 +18,8 @@ from splash.core.step import NO_SLOT
 from splash.switch.manifest import Occupancy, Planned, plan_switch, rank_copies, settle, slots_under
 from splash.switch.orders import CopyAhead
 
+LAST_SHARE = 0.1  # of a step's bytes: so little may be copied right before the commit
+
 
 class AheadCopies:
     """The state of one switch that copies ahead. Slots that it copies to are claimed from the serving pool.
@@ -44,6 +46,7 @@ class AheadCopies:
         self._covered: dict[int, list[int]] = {}  # positions copied to it
         self._weights: list[tuple[int, int, int, int]] | None = None  # (rank, head group, peer, layer) still to copy
         self._under: list[list[int]] = [[] for _ in range(geometry.ranks)]  # slots claimed under weights, by rank
+        self._caught_up = False  # whether the step before copied all that was left
         self.kv_bytes = [0] * geometry.ranks
         self.weight_bytes = [0] * geometry.ranks
 
@@ -93,7 +96,7 @@ class AheadCopies:
         return ""
 
     def next(self, occupancy: Occupancy, owners: Sequence[int], epoch: int) -> tuple[CopyAhead | None, bool]:
-        """What to copy after the step that `occupancy` includes, and whether nothing will be left to copy then.
+        """What to copy after the step that `occupancy` includes, and whether the next step may commit.
 
         Returns None where room for further pages has run out: the switch has to commit with copies.
         """
@@ -136,7 +139,11 @@ class AheadCopies:
                 covered[rank] = last
         self._pool.claim(to_claim)
         by_rank = tuple(np.array(own, dtype=np.int32).reshape(-1, 5).tobytes() for own in chosen)
-        return CopyAhead(self._switch, by_rank, weights), done
+        # The commit waits for the copies of the step before. Where those are many, one step more leaves only its own.
+        is_small = min(budget) >= self._step_bytes * (1 - LAST_SHARE)
+        ends = done and (is_small or self._caught_up)
+        self._caught_up = done
+        return CopyAhead(self._switch, by_rank, weights), ends
 
     def _next_weights(self, budget: list[int]) -> tuple[tuple[tuple[tuple[int, int, int], ...], ...], bool]:
         assert self._weights is not None, "begin() first"

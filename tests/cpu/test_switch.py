@@ -187,7 +187,7 @@ def test_every_direction(llm: LLM, observed: Observed, reference: Reference, met
 
 @pytest.mark.parametrize("method", METHODS)
 def test_one_request_leaves_ranks_idle(llm: LLM, observed: Observed, reference: Reference, method: str) -> None:
-    jobs = jobs_of((70,), (45,), seed=1)
+    jobs = jobs_of((70,), (110,), seed=1)
     client = walk(llm, observed, method, CIRCUIT, jobs)
     check_client(client, jobs, reference(jobs))
 
