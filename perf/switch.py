@@ -42,7 +42,7 @@ from splash.core.ownership import State
 from splash.core.request import SamplingParams
 from splash.engine.config import DTYPES, EngineConfig
 from splash.engine.engine import Engine
-from splash.engine.executor import Executor
+from splash.engine.loop import Executor
 from splash.engine.messages import Result, Run
 from splash.engine.outputs import GenerationRequest
 from splash.switch.orders import SwitchRecord
@@ -141,7 +141,7 @@ class Walk:
         options |= {"max_model_len": longest, "kv_cache_gib": args.kv_cache_gib, "prefix_cache": False}
         options |= dict(args.option)
         self.engine = Engine(EngineConfig(**options), lambda line: print(line, file=sys.stderr))
-        self._clock = self.engine.executor = TimedExecutor(self.engine.executor)
+        self._clock = self.engine.loop.executor = TimedExecutor(self.engine.loop.executor)
         self._tokens: dict[str, list[int]] = defaultdict(list)
         self._load: list[str] = []
         self._num_requests = 0

@@ -1,4 +1,4 @@
-"""Engine: the whole of serving in one loop. Schedule a step, have the ranks carry it out, turn tokens into text."""
+"""Engine: the whole of serving. A loop has the ranks carry out what is scheduled; tokens are turned into text."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from splash.core.memory import ArenaGeometry, slots_for
 from splash.core.request import TokenLogprob
 from splash.core.spec import DTYPE_BYTES, kv_format
 from splash.engine.config import EngineConfig
-from splash.engine.executor import Executor, LocalGroup
+from splash.engine.executor import LocalGroup
+from splash.engine.loop import Loop
 from splash.engine.outputs import GenerationRequest, RequestOutput
-from splash.engine.switching import Switcher
 from splash.engine.text import OutputText
 from splash.engine.tokenizer import Tokenizer
 from splash.model.config import ModelConfig, check_servable, load_model_config, resolve_model_path
@@ -84,6 +84,10 @@ class Engine:
     """Serves requests in one layout on one group of ranks. Not thread-safe: one thread calls everything.
 
     The step after is planned and sent before the text of the step before is made, so that ranks do not wait for it.
+
+    Attributes:
+        loop: serves token ids by request number.
+        scheduler, switcher: those of the loop.
     """
 
     def __init__(self, config: EngineConfig, progress: Callable[[str], None] = lambda line: None) -> None:
@@ -122,7 +126,7 @@ class Engine:
             f"memory a rank: {geometry.arena_bytes * spec.num_layers / GIB:.2f} GiB of arenas, "
             f"{min(pool.num_total)} pages of {config.page_size} tokens in layout {layout}"
         )
-        self.scheduler = Scheduler(
+        scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=config.max_num_seqs,
                 max_batched_tokens=config.max_batched_tokens,
@@ -134,23 +138,22 @@ class Engine:
             pool,
         )
         progress(f"starting {self.ranks} ranks")
-        self.switcher = Switcher(
-            self.scheduler,
+        group = LocalGroup(config, str(self._model_path), self._platform, self.ranks, geometry)
+        weights = group.start(self.max_model_len)
+        self.loop = Loop(
+            scheduler,
+            group,
             geometry,
             staging_bytes=int(config.switch_staging_mib * MIB),
             step_bytes=int(config.switch_copy_mib * MIB),
         )
-        group = LocalGroup(config, str(self._model_path), self._platform, self.ranks, geometry)
-        weights = group.start(self.max_model_len)
-        self.executor: Executor = group
+        self.scheduler, self.switcher = self.loop.scheduler, self.loop.switcher
         progress(
             f"weights loaded: {sum(weights) / GIB:.3f} GiB beside the arenas over {self.ranks} ranks; "
             f"ready in {time.monotonic() - started:.1f} s"
         )
         self._seed = config.seed
         self._next_number = 0
-        self._steps = 0
-        self._in_flight = False
         self._live: dict[int, _Live] = {}
         self._numbers: dict[str, int] = {}
         self._aborted: list[RequestOutput] = []
@@ -168,7 +171,7 @@ class Engine:
     @property
     def layout(self) -> str:
         """Name of the layout that steps run in."""
-        return self.switcher.layout.name
+        return self.loop.layout
 
     def switch(
         self,
@@ -196,8 +199,7 @@ class Engine:
 
     def check(self) -> None:
         """Raise `WorkerError` if a rank has died while nothing runs."""
-        if not self._in_flight:
-            self.executor.check()
+        self.loop.check()
 
     @property
     def hardware(self) -> str:
@@ -222,7 +224,7 @@ class Engine:
                 raise RequestError("stop_token_ids", f"token id {token} is outside the vocabulary of {vocab}")
         number = self._next_number
         seed = request.params.seed if request.params.seed is not None else self._seed + number
-        self.scheduler.add(number, request.prompt, request.params, seed)
+        self.loop.add(number, request.prompt, request.params, seed)
         self._next_number += 1
         self._numbers[request.id] = number
         text = OutputText(self.tokenizer, request.prompt, request.params.stop, request.params.min_tokens)
@@ -233,14 +235,14 @@ class Engine:
         number = self._numbers.get(request_id)
         if number is not None:
             live = self._live[number]
-            self.scheduler.abort(number)
+            self.loop.abort(number)
             self._forget(live)
             self._aborted.append(live.output(text=live.text.finish(), finish_reason="abort"))
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self._in_flight or bool(self._aborted) or self.scheduler.has_work or self.switcher.active is not None
+        return bool(self._aborted) or self.loop.has_work
 
     def step(self) -> list[RequestOutput]:
         """Finish the step in flight, begin the next one, and return what the finished one brought.
@@ -248,18 +250,7 @@ class Engine:
         Raises:
             WorkerError: the group died; the engine can only be closed.
         """
-        progress: list[Progress] = []
-        if self._in_flight:
-            result = self.executor.collect()
-            self._in_flight = False
-            ran = result.switch is None or self.switcher.settle(result.switch)
-            if ran and result.output is not None:
-                progress = self.scheduler.apply(result.output)
-                self._steps += 1
-        run = self.switcher.next_run()
-        if run is not None:
-            self.executor.submit(run)
-            self._in_flight = True
+        progress = self.loop.step()
         outputs, self._aborted = self._aborted, []
         for item in progress:
             live = self._live.get(item.id)
@@ -277,7 +268,7 @@ class Engine:
         text, stop_string = ("", None) if reason == "stop" else live.text.push((item.token,))
         if stop_string is not None:
             if reason is None:
-                self.scheduler.abort(live.number)
+                self.loop.abort(live.number)
             reason, stop_reason = "stop", stop_string
         elif reason is not None:
             text += live.text.finish()
@@ -299,14 +290,14 @@ class Engine:
             free_pages=tuple(self.scheduler.pool.num_free),
             total_pages=tuple(self.scheduler.pool.num_total),
             preemptions=self.scheduler.num_preemptions,
-            steps=self._steps,
+            steps=self.loop.num_steps,
             prefix_queried_tokens=self.scheduler.num_queried,
             prefix_hit_tokens=self.scheduler.num_hit,
         )
 
     def close(self) -> None:
         """End the ranks. Idempotent."""
-        self.executor.close()
+        self.loop.close()
 
 
 def _model_len(config: EngineConfig, supported: int) -> int:

@@ -1,4 +1,4 @@
-"""Executors carry out step plans. `LocalGroup` does so with one process a rank on this host."""
+"""LocalGroup: carries out steps with one process a rank on this host."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from typing import Protocol
 
 from splash.core import errors
 from splash.core.errors import SplashError, WorkerError
@@ -22,28 +21,8 @@ STOP_TIMEOUT_S = 5.0
 COLLECTIVE_SHARE = 0.8  # of the step timeout, so that the rank that waits can say for whom
 
 
-class Executor(Protocol):
-    """Carries out one plan at a time."""
-
-    def submit(self, run: Run) -> None:
-        """Begin a step. The step before must have been collected."""
-
-    def collect(self) -> Result:
-        """Wait for the step that was submitted.
-
-        Raises:
-            WorkerError: a rank died, failed or hung; the executor can only be closed after that.
-        """
-
-    def check(self) -> None:
-        """Raise `WorkerError` if a rank has died while no step is in flight."""
-
-    def close(self) -> None:
-        """End everything that the executor started. Idempotent."""
-
-
 class LocalGroup:
-    """A group of rank processes on this host.
+    """An executor that is a group of rank processes on this host.
 
     Each rank has one end of a socket pair, so a rank learns of the launcher's death, and the launcher of a rank's, as
     end of file. Ranks run in a session of their own: a terminal's Ctrl-C reaches only the launcher.

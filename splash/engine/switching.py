@@ -54,13 +54,22 @@ class Switcher:
         geometry: of the arenas.
         staging_bytes: most that a rank may stage for one layer.
         step_bytes: most that a rank copies ahead after one step.
+        clock: the time in seconds, from any origin.
 
     Attributes:
         layout: the layout that steps run in.
         history: the switches that have ended, oldest first.
     """
 
-    def __init__(self, scheduler: Scheduler, geometry: ArenaGeometry, staging_bytes: int, step_bytes: int) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        geometry: ArenaGeometry,
+        staging_bytes: int,
+        step_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self._scheduler = scheduler
         self._geometry = geometry
         self._staging_bytes = staging_bytes
@@ -174,13 +183,13 @@ class Switcher:
     def _plan(self, active: _Active) -> Planned:
         occupancy = self._occupancy(active.target)
         owners = self._owners(active, occupancy)
-        started = time.perf_counter()
+        started = self._clock()
         epoch = self._scheduler.epoch
         if active.ahead is not None:
             planned = active.ahead.plan(occupancy, owners, epoch)
         else:
             planned = plan_switch(occupancy, active.target, owners, self._geometry, epoch)
-        active.record.planning_ms = (time.perf_counter() - started) * 1e3
+        active.record.planning_ms = (self._clock() - started) * 1e3
         return planned
 
     def _start(self, active: _Active) -> None:

@@ -132,7 +132,7 @@ def test_damaged_weights_are_refused(tiny_checkpoint: Callable[[str], Path], tmp
 
 def test_a_killed_rank_is_named_and_nothing_is_left(tiny_checkpoint: Callable[[str], Path]) -> None:
     with LLM(str(tiny_checkpoint("base")), ranks=3, layout="dp", kv_cache_gib=0.05) as llm:
-        group = llm.engine.executor
+        group = llm.engine.loop.executor
         assert isinstance(group, LocalGroup)
         pids = group.pids
         os.kill(pids[1], signal.SIGKILL)
