@@ -12,7 +12,6 @@ the first in the queue, so every request comes to be the oldest.
 
 from __future__ import annotations
 
-import heapq
 from bisect import insort
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -22,9 +21,10 @@ from splash.core.errors import RequestError
 from splash.core.pages import HeldPages
 from splash.core.request import SamplingParams
 from splash.core.step import NewRequest, Query, StepOutput, StepPlan
+from splash.scheduler.admission import check_capacity, find_place
 from splash.scheduler.config import SchedulerConfig
-from splash.scheduler.owners import choose_owner
 from splash.scheduler.prefix_cache import PrefixCache, extend_keys
+from splash.scheduler.queue import WaitingQueue
 from splash.scheduler.request import Progress, Rebase, Request
 
 _by_arrival = attrgetter("arrival")
@@ -55,7 +55,7 @@ class Scheduler:
         self._step = 0
         self._num_arrived = 0
         self._requests: dict[int, Request] = {}  # the live ones
-        self._waiting: list[tuple[int, Request]] = []  # heap by arrival; aborted requests leave when they reach the top
+        self._waiting = WaitingQueue()
         self._running: list[Request] = []  # by arrival
         self._tokens = [0] * pool.ranks  # of running requests, by owner
         self._in_flight: StepPlan | None = None
@@ -113,10 +113,12 @@ class Scheduler:
         max_tokens = min(params.max_tokens, max_model_len - len(prompt))
         new = NewRequest(id, prompt, params, seed)
         request = Request(id, self._num_arrived, new, len(prompt), max_tokens, list(prompt))
-        self._check_capacity(request)
+        for pool in (self.pool, self._pool_before):  # the step in flight may be retracted
+            if pool is not None:
+                check_capacity(request, pool, self.config.page_size)
         self._num_arrived += 1
         self._requests[id] = request
-        heapq.heappush(self._waiting, (request.arrival, request))
+        self._waiting.push(request)
 
     def abort(self, id: int) -> None:
         """Drop a request, whose output is ignored from now on. One that is not live is passed over.
@@ -281,7 +283,7 @@ class Scheduler:
                 request.announced = False
                 self._count_found(request, -1)
             if request.live:
-                heapq.heappush(self._waiting, (request.arrival, request))
+                self._waiting.push(request)
             elif request.announced:
                 self._finished.append(request.id)
 
@@ -305,28 +307,6 @@ class Scheduler:
 
     def _num_pages(self, num_positions: int) -> int:
         return -(-num_positions // self.config.page_size)
-
-    def _check_capacity(self, request: Request) -> None:
-        """Refuse a request that would never fit, even alone, now or if the step in flight is retracted."""
-        for pool in (self.pool, self._pool_before):
-            if pool is not None:
-                self._check_fits(request, pool)
-
-    def _check_fits(self, request: Request, pool: PrefixCache) -> None:
-        def fits(num_positions: int) -> bool:
-            num_pages = self._num_pages(num_positions)
-            return any(pool.fits_alone(owner, num_pages) for owner in range(pool.ranks))
-
-        if fits(request.max_positions):
-            return
-        page_size = self.config.page_size
-        room = f"the {pool.num_total} pages of {page_size} tokens that the ranks have in layout {pool.layout}"
-        if not fits(request.num_prompt):
-            raise RequestError("prompt", f"has {request.num_prompt} tokens, too many for {room}")
-        raise RequestError(
-            "max_tokens",
-            f"is {request.max_tokens}, which with a prompt of {request.num_prompt} tokens is too many for {room}",
-        )
 
     def _schedule_decodes(self, rows: list[list[Query]]) -> list[Request]:
         """Add a row of each running request with one token to compute. Returns those with more, oldest first."""
@@ -371,36 +351,24 @@ class Scheduler:
 
     def _admit(self) -> Request | None:
         """Give the first waiting request its pages and let it run. None where it has to wait, or nobody does."""
-        while self._waiting and not self._waiting[0][1].live:
-            heapq.heappop(self._waiting)
-        if self.holds_admission or not self._waiting or len(self._running) >= self._max_running:
+        request = self._waiting.first
+        if self.holds_admission or request is None or len(self._running) >= self._max_running:
             return None
-        request = self._waiting[0][1]
-        num_pages, max_pages = self._num_pages(len(request.tokens)), self._num_pages(request.max_positions)
-        page_size = self.config.page_size
-        found = None
+        place = find_place(self.config, self.pool, request, self._tokens)
+        if place is None:
+            return None
+        self._waiting.pop()
+        request.held = HeldPages(place.owner, self.pool.ranks)
         if self.config.prefix_cache:
-            # At least the last token has to be computed on.
-            most = (len(request.tokens) - 1) // page_size
-            extend_keys(request.keys, request.tokens, page_size, most)
-            found = self.pool.match(request.keys[:most])
-        # One page more than the tokens take must be free: without room to grow it would soon be preempted.
-        needed = min(num_pages + 1, max_pages)
-        owner = choose_owner(self.pool, self._tokens, needed, max_pages, found, page_size)
-        if owner is None:
-            return None
-        heapq.heappop(self._waiting)
-        request.held = HeldPages(owner, self.pool.ranks)
-        if found is not None:
-            self.pool.share(request.held, found[owner])
-            request.num_computed = len(found[owner]) * page_size
+            self.pool.share(request.held, place.shared)
+            request.num_computed = len(place.shared) * self.config.page_size
             if not request.announced:
                 request.num_cached = request.num_computed
                 self._count_found(request, 1)
-        grown = self.pool.grow(request.held, num_pages - len(request.held))
+        grown = self.pool.grow(request.held, place.num_pages - len(request.held))
         assert grown
         insort(self._running, request, key=_by_arrival)
-        self._tokens[owner] += len(request.tokens)
+        self._tokens[place.owner] += len(request.tokens)
         return request
 
     def _count_found(self, request: Request, times: int) -> None:
@@ -428,7 +396,7 @@ class Scheduler:
         request = self._running.pop(index)
         self._release(request)
         request.num_computed = 0
-        heapq.heappush(self._waiting, (request.arrival, request))
+        self._waiting.push(request)
         self.num_preemptions += 1
 
     def _release(self, request: Request) -> None:
