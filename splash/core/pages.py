@@ -183,6 +183,14 @@ class PageTable:
         self._buffer[self._length : end] = pages
         self._length = end
 
+    def append(self, page: Sequence[int]) -> None:
+        """Append one page, as T slots."""
+        if self._length == len(self._buffer):
+            self.extend([page])
+            return
+        self._buffer[self._length] = page
+        self._length += 1
+
     def rows(self, start: int, stop: int) -> tuple[tuple[int, ...], ...]:
         """The pages start .. stop - 1, for a message."""
         return tuple(map(tuple, self._buffer[start : min(stop, self._length)].tolist()))
@@ -223,9 +231,12 @@ class HeldPages:
         self.table = PageTable(ranks, pages)
         self.ids = list(ids) if ids is not None else []
         assert ids is None or len(self.ids) == len(self.table)
-        on_rank = [self.table.slots_on(rank) for rank in range(ranks)]
-        self.counts = [len(slots) for slots in on_rank]
-        self.last: list[int | None] = [int(slots[-1]) if len(slots) else None for slots in on_rank]
+        self.counts = [0] * ranks
+        self.last: list[int | None] = [None] * ranks
+        if len(self.table):
+            on_rank = [self.table.slots_on(rank) for rank in range(ranks)]
+            self.counts = [len(slots) for slots in on_rank]
+            self.last = [int(slots[-1]) if len(slots) else None for slots in on_rank]
 
     def __len__(self) -> int:
         return len(self.table)
@@ -306,6 +317,8 @@ class PagePool:
         """Add `count` pages to a request on the ranks that hold them. Where any rank lacks one, add none: False."""
         first = len(held)
         table = self._holders[held.owner]
+        if count == 1:
+            return self._grow_by_one(held, table.of(first))
         needs = table.needs(first, count)
         for allocator, need in zip(self._allocators, needs, strict=True):
             if need > allocator.num_free:
@@ -326,6 +339,20 @@ class PagePool:
             pages.append(page)
         held.table.extend(pages)
         held.ids += self._new_ids(count)
+        return True
+
+    def _grow_by_one(self, held: HeldPages, holders: tuple[int, ...]) -> bool:
+        """What `grow` does most often: a page of a request that decodes."""
+        for rank in holders:
+            if not self._allocators[rank].num_free:
+                return False
+        page = [NO_SLOT] * self.ranks
+        for rank in holders:
+            page[rank] = held.last[rank] = self._allocators[rank].allocate(1, held.last[rank])[0]
+            held.counts[rank] += 1
+        held.table.append(page)
+        held.ids.append(self._next_id)
+        self._next_id += 1
         return True
 
     def _new_ids(self, count: int) -> list[int]:
@@ -349,9 +376,10 @@ class PagePool:
     def release(self, held: HeldPages) -> None:
         """Free all pages of a request, whose table is empty afterwards."""
         for rank, allocator in enumerate(self._allocators):
-            allocator.free(held.table.slots_on(rank).tolist())
-            held.counts[rank] = 0
-            held.last[rank] = None
+            if held.counts[rank]:
+                allocator.free(held.table.slots_on(rank).tolist())
+                held.counts[rank] = 0
+                held.last[rank] = None
         held.table.clear()
         held.ids.clear()
 
@@ -367,25 +395,25 @@ class HolderTable:
         self._layout = layout
         self._owner = owner
         self.holders: list[tuple[int, ...]] = []
-        self._before = np.zeros((1, ranks), dtype=np.int64)  # [c, r]: pages on rank r of those numbered below c
+        self._ranks = ranks
+        self._before = [[0] * ranks]  # [c][r]: pages on rank r of those numbered below c
 
     def of(self, number: int) -> tuple[int, ...]:
         """The ranks that hold page `number`."""
-        self._reach(number + 1)
+        if number >= len(self.holders):
+            self._reach(number + 1)
         return self.holders[number]
 
     def needs(self, first: int, count: int) -> list[int]:
         """Pages on each rank among the pages first .. first + count - 1."""
         self._reach(first + count)
-        counts: list[int] = (self._before[first + count] - self._before[first]).tolist()
-        return counts
+        return [end - start for start, end in zip(self._before[first], self._before[first + count], strict=True)]
 
     def _reach(self, end: int) -> None:
         if end <= len(self.holders):
             return
         end = max(end, 2 * len(self.holders), 64)
         numbers = np.arange(len(self.holders), end)
-        ranks = self._before.shape[1]
-        held = page_holders(numbers, np.full(len(numbers), self._owner), self._layout, ranks)
-        self._before = np.concatenate((self._before, self._before[-1] + np.cumsum(held, axis=0)))
+        held = page_holders(numbers, np.full(len(numbers), self._owner), self._layout, self._ranks)
+        self._before += (np.array(self._before[-1]) + np.cumsum(held, axis=0)).tolist()
         self.holders.extend(tuple(np.flatnonzero(row).tolist()) for row in held)
