@@ -1,11 +1,14 @@
-"""Where a waiting request finds room: its owner, and what it shares. Decides, and moves nothing."""
+"""Where a waiting request finds room: its owner, what it shares, who has to make way. Decides, and moves nothing."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from splash.core.errors import RequestError
+from splash.core.pages import HeldPages
 from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.owners import choose_owner
 from splash.scheduler.prefix_cache import CachedPage, PrefixCache, extend_keys
@@ -19,28 +22,114 @@ class Place:
     Attributes:
         owner: the rank that the request would belong to.
         shared: the first of its pages, which the cache has there.
-        num_pages: pages of the tokens that it has.
+        takes: free pages on each rank that it would leave less, with the one that it needs to grow.
     """
 
     owner: int
     shared: Sequence[CachedPage]
-    num_pages: int
+    takes: list[int]
 
 
-def find_place(config: SchedulerConfig, pool: PrefixCache, request: Request, tokens: Sequence[int]) -> Place | None:
-    """Room that is there now for a waiting request, or None. `tokens` of running requests are by rank."""
-    page_size = config.page_size
-    num_pages, max_pages = -(-len(request.tokens) // page_size), -(-request.max_positions // page_size)
-    found: Sequence[Sequence[CachedPage]] = [()] * pool.ranks
-    if config.prefix_cache:
-        # At least the last token has to be computed on.
-        most = (len(request.tokens) - 1) // page_size
-        extend_keys(request.keys, request.tokens, page_size, most)
-        found = pool.match(request.keys[:most])
-    # One page more than the tokens take must be free: without room to grow it would soon be preempted.
-    needed = min(num_pages + 1, max_pages)
-    owner = choose_owner(pool, tokens, needed, max_pages, found, page_size)
-    return None if owner is None else Place(owner, found[owner], num_pages)
+class Admission:
+    """Looks for room for one request among the pages of a pool.
+
+    Args:
+        config: limits.
+        pool: the pages.
+        request: it waits.
+
+    Attributes:
+        found: by rank, the first of its pages that the rank has in its cache.
+        num_pages: pages of the tokens that it has.
+    """
+
+    def __init__(self, config: SchedulerConfig, pool: PrefixCache, request: Request) -> None:
+        self._pool = pool
+        self._page_size = config.page_size
+        self.num_pages = -(-len(request.tokens) // config.page_size)
+        self._max_pages = -(-request.max_positions // config.page_size)
+        # One page more than the tokens take must be free: without room to grow it would soon be preempted.
+        self._needed = min(self.num_pages + 1, self._max_pages)
+        self._request = request
+        self.found: Sequence[Sequence[CachedPage]] = [()] * pool.ranks
+        if config.prefix_cache:
+            # At least the last token has to be computed on.
+            most = (len(request.tokens) - 1) // config.page_size
+            extend_keys(request.keys, request.tokens, config.page_size, most)
+            self.found = pool.match(request.keys[:most])
+
+    @property
+    def least_left(self) -> int:
+        """Tokens to compute with the owner that has most of them in its cache."""
+        return len(self._request.tokens) - max(map(self._num_found, range(self._pool.ranks)))
+
+    def _num_found(self, rank: int) -> int:
+        return len(self.found[rank]) * self._page_size
+
+    def place(self, tokens: Sequence[int], reserved: Sequence[int] | None = None) -> Place | None:
+        """Room that is there now, or None.
+
+        Args:
+            tokens: context tokens of the running requests of each rank.
+            reserved: pages on each rank that must be left.
+        """
+        owner = choose_owner(self._pool, tokens, self._needed, self._max_pages, self.found, self._page_size, reserved)
+        return None if owner is None else self._place(owner)
+
+    def _place(self, owner: int) -> Place:
+        return Place(owner, self.found[owner], self._pool.takes(owner, self.found[owner], self._needed))
+
+    def place_of_others(self, tokens: Sequence[int], running: Sequence[Request]) -> tuple[Place, list[Request]] | None:
+        """Room that is there once less important requests give up theirs, and which ones: as few and as late as can be.
+
+        Args:
+            tokens: context tokens of the running requests of each rank.
+            running: in order of service; only those of a higher `priority` number make way, the last first.
+
+        Returns:
+            None where there would be none even so.
+        """
+        best: tuple[Place, list[Request]] | None = None
+        tried: list[tuple[list[int], Sequence[CachedPage]]] = []
+        for owner in sorted(range(self._pool.ranks), key=lambda rank: tokens[rank] - self._num_found(rank)):
+            if not self._pool.fits_alone(owner, self._max_pages):
+                continue
+            place = self._place(owner)
+            if (place.takes, place.shared) in tried:
+                continue  # its pages would lie where those of another owner would
+            tried.append((place.takes, place.shared))
+            victims = self._victims(place, running)
+            if victims and (best is None or victims[-1].order > best[1][-1].order):
+                best = place, victims
+        return best
+
+    def _victims(self, place: Place, running: Sequence[Request]) -> list[Request]:
+        """Who makes way for a place, the least important and youngest first. Empty where that would not do."""
+        importance = self._request.priority
+        missing = [takes - free for takes, free in zip(place.takes, self._pool.num_free, strict=True)]
+        later = list(takewhile(lambda request: request.priority > importance, reversed(running)))
+        held = [request.held for request in later if request.held is not None]
+        if any([count > 0 and count > sum([own.counts[rank] for own in held]) for rank, count in enumerate(missing)]):
+            return []
+        victims: list[Request] = []
+        # What the request shares stays in use, whoever gives it up.
+        given_up = Counter(dict.fromkeys(place.shared, -1))
+        for request, own in zip(later, held, strict=True):
+            lacking = [rank for rank, count in enumerate(missing) if count > 0]
+            if not lacking:
+                break
+            if holds_any(own, lacking):
+                victims.append(request)
+                freed = self._pool.freed(own, given_up)
+                missing = [count - more for count, more in zip(missing, freed, strict=True)]
+        if max(missing) > 0:
+            return []
+        return victims or later[:1]  # where there are pages, there are too many requests
+
+
+def holds_any(held: HeldPages, ranks: Sequence[int]) -> bool:
+    """Whether some of the pages lie on one of `ranks`."""
+    return any(held.counts[rank] for rank in ranks)
 
 
 def check_capacity(request: Request, pool: PrefixCache, page_size: int) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from splash.core.step import StepPlan
+from splash.scheduler.chunks import share_rows
 from splash.scheduler.request import Request
 
 Ints = npt.NDArray[np.int64]
@@ -49,7 +50,7 @@ class StepLoad:
         """The step that the scheduler would plan of running requests: one row of each that decodes, then chunks.
 
         Args:
-            requests: running requests in order of arrival, as `Scheduler.running`.
+            requests: running requests in order of service, as `Scheduler.running`.
             ranks: T.
             max_rows: most rows of a step.
         """
@@ -65,9 +66,9 @@ class StepLoad:
             return cls(ranks, owner, left, start, count)
         singles = left <= 1
         budget = max(0, max_rows - int(singles.sum()))
-        wanted = np.where(singles, 0, left)
-        granted = np.minimum(wanted, np.maximum(0, budget - (np.cumsum(wanted) - wanted)))
-        rows = np.where(singles, left, granted)
+        chunks = np.flatnonzero(~singles)
+        rows = left.copy()
+        rows[chunks] = share_rows(left[chunks].tolist(), [requests[at].priority for at in chunks.tolist()], budget)
         used = rows > 0
         return cls(ranks, owner[used], rows[used], start[used], int((used & (rows == left)).sum()))
 

@@ -46,6 +46,7 @@ def choose_owner(
     max_pages: int,
     found: Sequence[Sequence[CachedPage]] | None = None,
     page_size: int = 1,
+    reserved: Sequence[int] | None = None,
 ) -> int | None:
     """The rank with the least to do among those that can take the request, or None where none can now.
 
@@ -56,15 +57,17 @@ def choose_owner(
         max_pages: pages that it has if it runs to its end, which its holders must have room for.
         found: by rank, the first of its pages, which the rank has in its cache: work that need not be done there.
         page_size: tokens a page.
+        reserved: free pages on each rank that are not for it.
 
     Ties go to the rank with the most free pages, then to the lowest.
     """
     shared = found if found is not None else [()] * pool.ranks
     free = pool.num_free
-    usable = [
-        rank
-        for rank in range(pool.ranks)
-        if pool.fits_beside(rank, shared[rank], num_pages) and pool.fits_alone(rank, max_pages)
-    ]
-    load = [own - len(pages) * page_size for own, pages in zip(tokens, shared, strict=True)]
-    return min(usable, key=lambda rank: (load[rank], -free[rank], rank), default=None)
+    spare = free if reserved is None else [own - kept for own, kept in zip(free, reserved, strict=True)]
+    for _, _, rank in sorted(
+        [(tokens[rank] - len(shared[rank]) * page_size, -free[rank], rank) for rank in range(pool.ranks)]
+    ):
+        takes = pool.takes(rank, shared[rank], num_pages)
+        if all([take <= own for take, own in zip(takes, spare, strict=True)]) and pool.fits_alone(rank, max_pages):
+            return rank
+    return None

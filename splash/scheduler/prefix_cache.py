@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -47,6 +47,7 @@ class CachedPage:
         slots: its slot on each rank, NO_SLOT where there is none.
         refs: requests that hold it.
         released: when it last became idle, by a clock of releases.
+        ranks: those that have a slot of it, in order.
     """
 
     key: bytes
@@ -57,6 +58,10 @@ class CachedPage:
     slots: tuple[int, ...]
     refs: int = 0
     released: int = 0
+    ranks: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ranks = tuple([rank for rank, slot in enumerate(self.slots) if slot != NO_SLOT])
 
 
 class PrefixCache(PagePool):
@@ -93,15 +98,32 @@ class PrefixCache(PagePool):
             found.append(pages)
         return found if len(found) == self.ranks else found * self.ranks
 
-    def fits_beside(self, owner: int, shared: Sequence[CachedPage], count: int) -> bool:
-        """Whether a request of `owner` can have `count` pages of which the first are `shared`."""
-        needs = self._holders[owner].needs(len(shared), count - len(shared))
-        free = self.num_free
+    def takes(self, owner: int, shared: Sequence[CachedPage], count: int) -> list[int]:
+        """Free pages on each rank that a request of `owner` takes to have `count`, of which the first are `shared`."""
+        takes = self._holders[owner].needs(len(shared), count - len(shared))
         for page in shared:
             if not page.refs:
-                for rank, slot in enumerate(page.slots):
-                    free[rank] -= slot != NO_SLOT
-        return all(need <= left for need, left in zip(needs, free, strict=True))
+                for rank in page.ranks:
+                    takes[rank] += 1
+        return takes
+
+    def freed(self, held: HeldPages, given_up: Counter[CachedPage]) -> list[int]:
+        """Pages on each rank that are free once a request gives up its own, after others that have given up theirs.
+
+        Args:
+            held: the pages of the request.
+            given_up: how many have given up each shared page before. Takes in those of this request.
+        """
+        freed, place = [0] * self.ranks, self._place(held.owner)
+        for number, id in enumerate(held.ids):
+            page = self._by_id.get((id, place))
+            if page is not None:
+                given_up[page] += 1
+                if given_up[page] < page.refs:
+                    continue
+            for rank in self._holders[held.owner].of(number):
+                freed[rank] += 1
+        return freed
 
     def share(self, held: HeldPages, pages: Sequence[CachedPage]) -> None:
         """Give a request without pages those that it shares."""
@@ -112,10 +134,9 @@ class PrefixCache(PagePool):
                 self._leave_idle(page)
             page.refs += 1
             held.ids.append(page.id)
-            for rank, slot in enumerate(page.slots):
-                if slot != NO_SLOT:
-                    held.counts[rank] += 1
-                    held.last[rank] = slot
+            for rank in page.ranks:
+                held.counts[rank] += 1
+                held.last[rank] = page.slots[rank]
         held.table.extend([page.slots for page in pages])
 
     def enter(self, held: HeldPages, number: int, keys: Sequence[bytes]) -> None:
@@ -153,12 +174,13 @@ class PrefixCache(PagePool):
         """Let go of all pages of a request, whose table is empty afterwards. Those in the cache stay, deepest first."""
         place = self._place(held.owner)
         private: list[list[int]] = [[] for _ in range(self.ranks)]
+        holders, number = self._holders[held.owner], len(held)
         for id, slots in zip(reversed(held.ids), reversed(held.table.rows(0, len(held))), strict=True):
             page = self._by_id.get((id, place))
+            number -= 1
             if page is None:
-                for rank, slot in enumerate(slots):
-                    if slot != NO_SLOT:
-                        private[rank].append(slot)
+                for rank in holders.of(number):
+                    private[rank].append(slots[rank])
                 continue
             page.refs -= 1
             if not page.refs:
@@ -205,7 +227,7 @@ class PrefixCache(PagePool):
         return owner if self.layout.kv is KV.REQUEST else 0
 
     def _queue(self, page: CachedPage) -> OrderedDict[int, CachedPage]:
-        return self._idle[next(rank for rank, slot in enumerate(page.slots) if slot != NO_SLOT)]
+        return self._idle[page.ranks[0]]
 
     def _add(self, page: CachedPage) -> None:
         self._by_key[page.key, page.place] = page
@@ -215,13 +237,13 @@ class PrefixCache(PagePool):
         self._clock += 1
         page.released = self._clock
         self._queue(page)[page.id] = page
-        for rank, slot in enumerate(page.slots):
-            self._num_idle[rank] += slot != NO_SLOT
+        for rank in page.ranks:
+            self._num_idle[rank] += 1
 
     def _leave_idle(self, page: CachedPage) -> None:
         del self._queue(page)[page.id]
-        for rank, slot in enumerate(page.slots):
-            self._num_idle[rank] -= slot != NO_SLOT
+        for rank in page.ranks:
+            self._num_idle[rank] -= 1
 
     def _evict_next(self, rank: int) -> None:
         """Evict the page that is next on `rank`."""

@@ -1,21 +1,21 @@
-"""WaitingQueue: the requests that hold no pages, in order of arrival."""
+"""WaitingQueue: the requests that hold no pages, in order of service."""
 
 from __future__ import annotations
 
 import heapq
 
-from splash.scheduler.request import Request
+from splash.scheduler.request import Order, Request
 
 
 class WaitingQueue:
-    """A heap by arrival. Requests that were aborted while they waited leave when they reach the top."""
+    """A heap by order of service. Requests that were aborted while they waited leave when they reach the top."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, Request]] = []
+        self._heap: list[tuple[Order, Request]] = []
 
     def push(self, request: Request) -> None:
-        """Let a request wait, ahead of all that arrived after it."""
-        heapq.heappush(self._heap, (request.arrival, request))
+        """Let a request wait, before all that come after it in the order of service."""
+        heapq.heappush(self._heap, (request.order, request))
 
     @property
     def first(self) -> Request | None:

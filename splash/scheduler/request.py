@@ -11,6 +11,8 @@ from splash.core.request import SamplingParams, TokenLogprob
 from splash.core.step import NewRequest
 from splash.scheduler.prefix_cache import PrefixCache
 
+Order = tuple[int, int]  # priority, arrival
+
 
 class Progress(msgspec.Struct, frozen=True):
     """One new token of one request.
@@ -51,7 +53,8 @@ class Request:
 
     Attributes:
         id: the engine's number for it.
-        arrival: its place in the order of arrival, which is the order of service.
+        priority: the lower, the earlier it is served.
+        arrival: its place in the order of arrival.
         new: what the ranks are told when they first hear of it.
         num_prompt: tokens in the prompt.
         max_tokens: most tokens to generate, clipped to the model's length.
@@ -62,9 +65,11 @@ class Request:
         keys: what its first pages are known by in the cache, as far as that was asked for.
         num_cached: tokens of the prompt that were found in the cache when it first ran.
         live: False once it has finished or was aborted.
+        order: its place in the order of service: by priority, then by arrival.
     """
 
     id: int
+    priority: int
     arrival: int
     new: NewRequest
     num_prompt: int
@@ -76,6 +81,10 @@ class Request:
     keys: list[bytes] = field(default_factory=list)
     num_cached: int = 0
     live: bool = True
+    order: Order = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.order = (self.priority, self.arrival)
 
     @property
     def params(self) -> SamplingParams:

@@ -1,13 +1,20 @@
 """Continuous batching with chunked prefill (Orca, OSDI '22; Sarathi-Serve, OSDI '24) over paged KV.
 
-Every step takes one row of each running request that has one token left to compute, then chunks of longer ones in
-order of arrival, then admits waiting requests, within one budget of rows. A request is admitted with the pages of
-all tokens that it has, so a prefill never stalls half-way. Where a request cannot grow by a page, the youngest
-request on the ranks that lack one gives up its pages and waits, to be computed again from its prompt and output.
-With a prefix cache a request begins behind those of its full pages that are in the cache, its own of before included.
+The order of service is by priority, the lower number first, then by arrival. Every step takes one row of each running
+request that has one token left to compute, then chunks of longer ones as `splash.scheduler.chunks` shares them out,
+then admits waiting requests, within one budget of rows. A request is admitted with the pages of all tokens that it has,
+so a prefill never stalls half-way. Where a request cannot grow by a page, the last in the order of service on the ranks
+that lack one gives up its pages and waits, to be computed again from its prompt and output; so does a less important
+one for a waiting request that has no room. With a prefix cache a request begins behind those of its full pages that are
+in the cache, its own of before included.
 
-The oldest request always progresses: only younger requests make room for it, and by itself it fits. Nobody overtakes
-the first in the queue, so every request comes to be the oldest.
+Why everything ends. Requests make room only for those before them in the order of service, for one that waits only if
+they are of another priority, and only if it then runs in the same step. So the k-th in that order is preempted at most
+as often as those before it are admitted or get a page: never, for the first, hence a bounded number of times each. And
+the first always progresses: it runs with rows in every step, or nobody is admitted before it and it waits for requests
+as important as itself, the first of which progresses. Nobody overtakes the first in the queue but short prompts, as
+long as an older prompt has all the rows that it would need, and they leave it its pages. A stream of more important
+requests that never ends does keep others waiting: that is what priorities ask for.
 """
 
 from __future__ import annotations
@@ -21,13 +28,16 @@ from splash.core.errors import RequestError
 from splash.core.pages import HeldPages
 from splash.core.request import SamplingParams
 from splash.core.step import NewRequest, Query, StepOutput, StepPlan
-from splash.scheduler.admission import check_capacity, find_place
+from splash.scheduler.admission import Admission, Place, check_capacity, holds_any
+from splash.scheduler.chunks import Batch
 from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.prefix_cache import PrefixCache, extend_keys
 from splash.scheduler.queue import WaitingQueue
 from splash.scheduler.request import Progress, Rebase, Request
 
-_by_arrival = attrgetter("arrival")
+LOOK_AHEAD = 16  # requests behind the first in the queue that may be short enough to begin before it
+
+_by_order = attrgetter("order")
 
 
 class Scheduler:
@@ -56,7 +66,7 @@ class Scheduler:
         self._num_arrived = 0
         self._requests: dict[int, Request] = {}  # the live ones
         self._waiting = WaitingQueue()
-        self._running: list[Request] = []  # by arrival
+        self._running: list[Request] = []  # in order of service
         self._tokens = [0] * pool.ranks  # of running requests, by owner
         self._in_flight: StepPlan | None = None
         self._pool_before: PrefixCache | None = None  # what `retract` would go back to
@@ -82,7 +92,7 @@ class Scheduler:
 
     @property
     def running(self) -> tuple[Request, ...]:
-        """The requests that hold pages, oldest first, those aborted in flight included."""
+        """The requests that hold pages, in order of service, those aborted in flight included."""
         return tuple(self._running)
 
     @property
@@ -95,11 +105,12 @@ class Scheduler:
         """Context tokens of the running requests that each rank owns."""
         return list(self._tokens)
 
-    def add(self, id: int, prompt: Sequence[int], params: SamplingParams, seed: int) -> None:
+    def add(self, id: int, prompt: Sequence[int], params: SamplingParams, seed: int, priority: int = 0) -> None:
         """Queue a request. `id` is never used again. `max_tokens` is clipped to the model's length.
 
         Raises:
-            RequestError: the prompt is empty, or it or its output cannot fit in the model's length or in memory.
+            RequestError: the prompt is empty, it or its output cannot fit in the model's length or in memory, or the
+                priority is not a 64-bit integer.
         """
         assert id not in self._requests, f"request {id} is live"
         prompt = tuple(prompt)
@@ -110,9 +121,11 @@ class Scheduler:
             raise RequestError(
                 "prompt", f"has {len(prompt)} tokens; the model's length of {max_model_len} accepts {max_model_len - 1}"
             )
+        if not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
+            raise RequestError("priority", f"must be a 64-bit integer, not {priority!r}")
         max_tokens = min(params.max_tokens, max_model_len - len(prompt))
         new = NewRequest(id, prompt, params, seed)
-        request = Request(id, self._num_arrived, new, len(prompt), max_tokens, list(prompt))
+        request = Request(id, priority, self._num_arrived, new, len(prompt), max_tokens, list(prompt))
         for pool in (self.pool, self._pool_before):  # the step in flight may be retracted
             if pool is not None:
                 check_capacity(request, pool, self.config.page_size)
@@ -141,24 +154,17 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None where no request is live. Releases then wait for the plan after."""
         assert self._in_flight is None, "a step is in flight"
-        rows: list[list[Query]] = [[] for _ in range(self.pool.ranks)]  # by owner
-        prefilling = self._schedule_decodes(rows)
-        budget = self.config.max_batched_tokens - sum(map(len, rows))
-        for request in prefilling:
-            budget -= self._schedule_chunk(request, budget, rows)
-        new: list[NewRequest] = []
-        while budget and (admitted := self._admit()) is not None:
-            if not admitted.announced:
-                admitted.announced = True
-                new.append(admitted.new)
-            budget -= self._schedule_chunk(admitted, budget, rows, knows_pages=False)
+        batch = self._admit_waiting(self._grow_decoding())
         if not self._running:
             unused = self.pool.num_free == self.pool.num_total  # a switch under way may hold pages of its own
             assert not self._requests or self.holds_admission or not unused, (
                 "a request waits for pages that nobody holds"
             )
             return None
-        return self._plan(rows, new)
+        new = [request.new for request in sorted(batch.new, key=_by_order) if not request.announced]
+        for request in batch.new:
+            request.announced = True
+        return self._plan(self._queries(batch), new)
 
     def schedule_empty(self) -> StepPlan:
         """Plan a step without rows, for what it carries beside them."""
@@ -305,59 +311,79 @@ class Scheduler:
         """The live requests, running and waiting."""
         return tuple(self._requests.values())
 
-    def _num_pages(self, num_positions: int) -> int:
-        return -(-num_positions // self.config.page_size)
-
-    def _schedule_decodes(self, rows: list[list[Query]]) -> list[Request]:
-        """Add a row of each running request with one token to compute. Returns those with more, oldest first."""
+    def _grow_decoding(self) -> Batch:
+        """Give each running request with one token to compute the page that it needs. Returns the step so far."""
         page_size = self.config.page_size
         running = self._running
-        prefilling = []
+        chunks = []
         index = 0
         while index < len(running):  # whoever is preempted on the way stands at `index` or later
             request = running[index]
-            held, start, tokens = request.held, request.num_computed, request.tokens
-            assert held is not None
-            if len(tokens) - start > 1:
-                prefilling.append(request)
-                index += 1
+            start = request.num_computed
+            left = len(request.tokens) - start
+            if left > 1:
+                chunks.append((request.order, left, request))
+            elif start % page_size == 0 and self._lacks_page(request) and not self._grow(index):
                 continue
-            new_pages: tuple[tuple[int, ...], ...] = ()
-            if start % page_size == 0:
-                page = start // page_size
-                if page == len(held) and not self._grow(index):
-                    continue
-                new_pages = held.table.rows(page, page + 1)
-            owner = held.owner
-            rows[owner].append(Query(request.id, start, (tokens[start],), owner, True, new_pages))
-            request.num_computed = start + 1
             index += 1
-        return prefilling
+        return Batch(self.config.max_batched_tokens - (len(running) - len(chunks)), chunks)
 
-    def _schedule_chunk(self, request: Request, budget: int, rows: list[list[Query]], knows_pages: bool = True) -> int:
-        """Add up to `budget` rows of a request whose pages it has. Returns how many.
+    def _lacks_page(self, request: Request) -> bool:
+        assert request.held is not None
+        return len(request.held) * self.config.page_size == request.num_computed
 
-        `knows_pages` False means that the ranks have not heard of the pages before the chunk.
-        """
-        held, start, tokens = request.held, request.num_computed, request.tokens
-        assert held is not None
-        end = min(len(tokens), start + budget)
-        if end > start:
-            pages = held.table.rows(self._num_pages(start) if knows_pages else 0, self._num_pages(end))
-            query = Query(request.id, start, tuple(tokens[start:end]), held.owner, end == len(tokens), pages)
-            rows[held.owner].append(query)
-            request.num_computed = end
-        return end - start
+    def _admit_waiting(self, batch: Batch) -> Batch:
+        """Let waiting requests begin, in order of service, as long as there are rows and pages for them."""
+        while not self.holds_admission and (request := self._waiting.first) is not None:
+            admission = Admission(self.config, self.pool, request)
+            victims: list[Request] = []
+            place = admission.place(self._tokens) if len(self._running) < self._max_running else None
+            if place is None:
+                found = admission.place_of_others(self._tokens, self._running)
+                if found is None:
+                    break
+                place, victims = found
+            left = self._left_at(request, place)
+            after = batch.without(victims) if victims else batch
+            if not after.admits(request, left):
+                if not victims:
+                    self._admit_short(batch, place)
+                break
+            batch = after
+            for victim in victims:
+                self._preempt(self._running.index(victim))
+            self._waiting.pop()
+            self._begin(request, admission, place)
+            batch.add(request, left)
+        return batch
 
-    def _admit(self) -> Request | None:
-        """Give the first waiting request its pages and let it run. None where it has to wait, or nobody does."""
-        request = self._waiting.first
-        if self.holds_admission or request is None or len(self._running) >= self._max_running:
-            return None
-        place = find_place(self.config, self.pool, request, self._tokens)
-        if place is None:
-            return None
-        self._waiting.pop()
+    def _admit_short(self, batch: Batch, reserved: Place) -> None:
+        """Let short prompts begin before the first in the queue, which has to wait for rows, and leave it its place."""
+        passed: list[Request] = []
+        while len(passed) < LOOK_AHEAD and len(self._running) + 1 < self._max_running:
+            request = self._waiting.pop()
+            if request is None:
+                break
+            passed.append(request)
+            if len(passed) == 1:
+                continue
+            admission = Admission(self.config, self.pool, request)
+            if not batch.admits(request, admission.least_left):
+                continue
+            place = admission.place(self._tokens, reserved.takes)
+            if place is None or not batch.admits(request, left := self._left_at(request, place)):
+                continue
+            passed.pop()
+            self._begin(request, admission, place)
+            batch.add(request, left)
+        for request in passed:
+            self._waiting.push(request)
+
+    def _left_at(self, request: Request, place: Place) -> int:
+        return len(request.tokens) - len(place.shared) * self.config.page_size
+
+    def _begin(self, request: Request, admission: Admission, place: Place) -> None:
+        """Give a waiting request its pages and let it run."""
         request.held = HeldPages(place.owner, self.pool.ranks)
         if self.config.prefix_cache:
             self.pool.share(request.held, place.shared)
@@ -365,11 +391,38 @@ class Scheduler:
             if not request.announced:
                 request.num_cached = request.num_computed
                 self._count_found(request, 1)
-        grown = self.pool.grow(request.held, place.num_pages - len(request.held))
+        grown = self.pool.grow(request.held, admission.num_pages - len(request.held))
         assert grown
-        insort(self._running, request, key=_by_arrival)
+        insort(self._running, request, key=_by_order)
         self._tokens[place.owner] += len(request.tokens)
-        return request
+
+    def _queries(self, batch: Batch) -> list[list[Query]]:
+        """The queries of a step by owner: rows of requests that decode, then chunks. Counts them as computed."""
+        queries: list[list[Query]] = [[] for _ in range(self.pool.ranks)]
+        page_size = self.config.page_size
+        chunks = {request for _, _, request in batch.chunks}
+        for request in self._running:
+            if request in chunks:
+                continue
+            held, start = request.held, request.num_computed
+            assert held is not None
+            new_pages: tuple[tuple[int, ...], ...] = ()
+            if start % page_size == 0:
+                new_pages = held.table.rows(start // page_size, start // page_size + 1)
+            owner = held.owner
+            queries[owner].append(Query(request.id, start, (request.tokens[start],), owner, True, new_pages))
+            request.num_computed = start + 1
+        for count, (_, left, request) in zip(batch.rows(), batch.chunks, strict=True):
+            held, start = request.held, request.num_computed
+            assert held is not None
+            if count:
+                end = start + count
+                # The ranks have not heard of the pages before its first chunk.
+                pages = held.table.rows(0 if request in batch.new else -(-start // page_size), -(-end // page_size))
+                tokens = tuple(request.tokens[start:end])
+                queries[held.owner].append(Query(request.id, start, tokens, held.owner, count == left, pages))
+                request.num_computed = end
+        return queries
 
     def _count_found(self, request: Request, times: int) -> None:
         if self.config.prefix_cache:
@@ -384,7 +437,7 @@ class Scheduler:
         while not self.pool.grow(held, 1):
             lacking = self.pool.lacking(held.owner, len(held), 1)
             victim = len(running) - 1
-            while victim > index and not _holds_any(running[victim], lacking):
+            while victim > index and not holds_any(_held(running[victim]), lacking):
                 victim -= 1
             self._preempt(victim)
             if victim == index:
@@ -392,7 +445,7 @@ class Scheduler:
         return True
 
     def _preempt(self, index: int) -> None:
-        """Take the pages of the running request at `index` and let it wait, ahead of all that arrived after it."""
+        """Take the pages of the running request at `index` and let it wait, in its place in the order of service."""
         request = self._running.pop(index)
         self._release(request)
         request.num_computed = 0
@@ -413,7 +466,6 @@ class Scheduler:
         self._finished.append(request.id)
 
 
-def _holds_any(request: Request, ranks: Sequence[int]) -> bool:
+def _held(request: Request) -> HeldPages:
     assert request.held is not None
-    counts = request.held.counts
-    return any(counts[rank] for rank in ranks)
+    return request.held

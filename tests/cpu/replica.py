@@ -40,6 +40,7 @@ class Job:
 
     prompt: tuple[int, ...]
     count: int
+    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,8 @@ class Replica:
         self._answer: tuple[StepOutput | None, Any] | None = None
 
     def add(self, id: int, job: Job) -> None:
-        self.scheduler.add(id, job.prompt, SamplingParams(max_tokens=job.count, temperature=0.0, ignore_eos=True), 0)
+        params = SamplingParams(max_tokens=job.count, temperature=0.0, ignore_eos=True)
+        self.scheduler.add(id, job.prompt, params, 0, job.priority)
         self.tokens[id] = []
 
     def abort(self, id: int) -> None:

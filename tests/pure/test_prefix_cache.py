@@ -114,8 +114,8 @@ def test_what_is_shared_is_no_room_for_the_rest() -> None:
     pool.release(write(pool, 0, list(range(12))))
     (found,) = pool.match(keys_of(list(range(12))))
     assert pool.num_free == [4]
-    assert pool.fits_beside(0, found, 4) and not pool.fits_beside(0, found, 5)
-    assert pool.fits_beside(0, (), 4)
+    assert pool.takes(0, found, 4) == [4] and pool.takes(0, found, 5) == [5]
+    assert pool.takes(0, (), 4) == [4]
 
 
 def test_an_owner_is_chosen_by_load_less_what_it_has_cached() -> None:

@@ -164,6 +164,7 @@ def greedy(**fields: object) -> SamplingParams:
     num_requests=st.integers(1, 14),
     abort_rate=st.sampled_from([0.0, 0.0, 0.05, 0.3]),
     prefix_cache=st.booleans(),
+    num_priorities=st.integers(1, 3),
 )
 def test_every_request_gets_what_it_asked_for(
     layout: Layout,
@@ -175,6 +176,7 @@ def test_every_request_gets_what_it_asked_for(
     num_requests: int,
     abort_rate: float,
     prefix_cache: bool,
+    num_priorities: int,
 ) -> None:
     max_model_len = 24
     scheduler, group = make(
@@ -208,7 +210,7 @@ def test_every_request_gets_what_it_asked_for(
                 stop_token_ids=tuple(rng.sample(range(1, VOCABULARY), rng.randint(0, 2))),
             )
             try:
-                scheduler.add(id, prompt, params, id)
+                scheduler.add(id, prompt, params, id, rng.randrange(num_priorities))
             except RequestError as error:
                 assert error.field in ("prompt", "max_tokens")
                 continue
@@ -221,8 +223,8 @@ def test_every_request_gets_what_it_asked_for(
             continue
         running = scheduler.running
         assert len(running) <= max_num_seqs
-        assert running[0].id in {query.request for query in plan.queries}, "the oldest progresses"
-        assert [request.arrival for request in running] == sorted(request.arrival for request in running)
+        assert running[0].id in {query.request for query in plan.queries}, "the first progresses"
+        assert [request.order for request in running] == sorted(request.order for request in running)
         load = Counter()
         for request in running:
             load[request.held.owner] += len(request.tokens)

@@ -121,6 +121,7 @@ def commit(
     num_requests=st.integers(1, 12),
     abort_rate=st.sampled_from([0.0, 0.1, 0.3]),
     prefix_cache=st.booleans(),
+    num_priorities=st.integers(1, 3),
 )
 def test_switches_that_commit_or_fail_lose_nothing(
     layouts: list[Layout],
@@ -132,6 +133,7 @@ def test_switches_that_commit_or_fail_lose_nothing(
     num_requests: int,
     abort_rate: float,
     prefix_cache: bool,
+    num_priorities: int,
 ) -> None:
     scheduler, group = make(layouts[0], slots, max_num_seqs, max_batched_tokens, 24, page_size, seed, prefix_cache)
     rng = random.Random(seed + 1)
@@ -147,7 +149,7 @@ def test_switches_that_commit_or_fail_lose_nothing(
         prompt += [rng.randrange(1, VOCABULARY) for _ in range(rng.randint(1, 12 - len(prompt)))]
         count = rng.randint(1, 10)
         try:
-            scheduler.add(next_id, prompt, greedy(max_tokens=count), 0)
+            scheduler.add(next_id, prompt, greedy(max_tokens=count), 0, rng.randrange(num_priorities))
         except RequestError:
             pass
         else:

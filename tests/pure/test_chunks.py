@@ -1,0 +1,210 @@
+"""How prompts share the rows of a step: the rule by itself, what it predicts, what it does to short and long ones."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from splash.core.layout import DP, TP
+from splash.scheduler.chunks import MAX_UNFINISHED, share_rows
+from splash.scheduler.load import StepLoad
+from splash.scheduler.scheduler import LOOK_AHEAD, Scheduler
+from tests.pure.test_scheduler import VOCABULARY, FakeGroup, drain, greedy, make
+
+PROMPTS = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 200) | st.integers(1, 8)), max_size=12)
+
+
+def run(scheduler: Scheduler, group: FakeGroup) -> dict[int, int]:
+    """Run a step. Rows by request."""
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.apply(group.run(plan))
+    return {query.request: len(query.tokens) for query in plan.queries}
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCABULARY) for _ in range(length)]
+
+
+# --- the rule ---
+
+
+@given(prompts=PROMPTS, budget=st.integers(0, 300))
+def test_rows_are_used_up_by_importance_and_the_oldest_has_half(prompts: list[tuple[int, int]], budget: int) -> None:
+    prompts = sorted(prompts, key=lambda prompt: prompt[0])
+    priorities, left = [each[0] for each in prompts], [each[1] for each in prompts]
+    rows = share_rows(left, priorities, budget)
+    assert all(0 <= count <= most for count, most in zip(rows, left, strict=True))
+    assert sum(rows) == min(budget, sum(left)), "no row is wasted, and none is made up"
+    for priority in set(priorities):
+        peers = [at for at, each in enumerate(priorities) if each == priority]
+        offered = budget - sum(rows[at] for at, each in enumerate(priorities) if each < priority)
+        assert sum(rows[at] for at in peers) == min(offered, sum(left[at] for at in peers)), "importance is strict"
+        assert rows[peers[0]] >= min(left[peers[0]], (offered + 1) // 2)
+        assert sum(0 < rows[at] < left[at] for at in peers) <= 2, "few prompts are cut"
+        for earlier in peers:
+            passed_by = [at for at in peers if at > earlier and rows[at]]
+            if rows[earlier] < left[earlier]:
+                oldest = next(at for at in peers if rows[at] < left[at])
+                assert all(2 * left[at] < left[oldest] for at in passed_by)
+
+
+@given(left=st.lists(st.integers(1, 300), min_size=1, max_size=8), budget=st.integers(1, 64))
+def test_every_prompt_is_computed_and_the_oldest_in_twice_the_steps_it_would_take_alone(
+    left: list[int], budget: int
+) -> None:
+    alone, steps = -(-left[0] // budget), 0
+    while left:
+        rows = share_rows(left, [0] * len(left), budget)
+        steps += 1
+        if rows[0] == left[0] and alone:
+            assert steps <= 2 * alone
+            alone = 0
+        left = [most - count for most, count in zip(left, rows, strict=True) if most > count]
+        assert sum(rows) >= min(budget, 1)
+
+
+@pytest.mark.parametrize(
+    ("left", "budget", "rows"),
+    [
+        ([1000, 1000], 100, [100, 0]),  # nobody gains from sharing
+        ([1000, 499], 100, [50, 50]),
+        ([1000, 500], 100, [100, 0]),  # the oldest would lose as much
+        ([1000, 10], 100, [90, 10]),
+        ([1000, 400, 10, 30], 100, [50, 10, 10, 30]),
+        ([60, 25, 900, 20], 100, [55, 25, 0, 20]),
+        ([30, 900, 20, 100], 100, [30, 35, 20, 15]),
+        ([1000, 1], 1, [1, 0]),
+        ([5, 4], 20, [5, 4]),
+        ([], 5, []),
+    ],
+)
+def test_examples(left: list[int], budget: int, rows: list[int]) -> None:
+    assert share_rows(left, [0] * len(left), budget) == rows
+
+
+def test_a_less_important_prompt_has_what_is_left() -> None:
+    assert share_rows([30, 500, 10], [0, 1, 1], 100) == [30, 60, 10]
+    assert share_rows([300, 1], [0, 1], 100) == [100, 0]
+
+
+# --- in the scheduler ---
+
+
+def test_a_short_prompt_does_not_wait_behind_the_chunks_of_a_long_one() -> None:
+    scheduler, group = make(slots=(200,), max_batched_tokens=16, page_size=4, max_model_len=500)
+    scheduler.add(0, prompt(400, 0), greedy(max_tokens=1), 0)
+    assert run(scheduler, group) == {0: 16}
+    scheduler.add(1, prompt(6, 1), greedy(max_tokens=1), 0)
+    assert run(scheduler, group) == {0: 10, 1: 6}
+    scheduler.add(2, prompt(30, 2), greedy(max_tokens=1), 0)
+    scheduler.add(3, prompt(5, 3), greedy(max_tokens=1), 0)
+    assert run(scheduler, group) == {0: 8, 2: 3, 3: 5}, "the shortest first, in half of the rows"
+    drain(scheduler, group)
+
+
+def test_a_short_prompt_passes_a_long_one_that_waits_for_rows() -> None:
+    scheduler, group = make(slots=(300,), max_batched_tokens=16, page_size=4, max_model_len=600)
+    for id in range(3):
+        scheduler.add(id, prompt(300, id), greedy(max_tokens=1), 0)
+    scheduler.add(3, prompt(8, 3), greedy(max_tokens=1), 0)
+    assert run(scheduler, group) == {0: 8, 3: 8}
+    assert run(scheduler, group) == {0: 16}
+    finished = [progress.id for step in drain(scheduler, group) for progress in step]
+    assert finished == [0, 1, 2], "long ones share nothing"
+
+
+def test_the_first_in_the_queue_keeps_its_pages_from_those_that_pass_it() -> None:
+    slots = 300 // 4 + 1 + 300 // 4 + 1 + 3  # two long ones that can grow, and three pages
+    scheduler, group = make(slots=(slots,), max_batched_tokens=16, page_size=4, max_model_len=600)
+    scheduler.add(0, prompt(300, 0), greedy(max_tokens=3), 0)
+    scheduler.add(1, prompt(300, 1), greedy(max_tokens=3), 0)
+    scheduler.add(2, prompt(16, 2), greedy(max_tokens=200), 0)
+    scheduler.add(3, prompt(8, 3), greedy(max_tokens=200), 0)
+    assert run(scheduler, group) == {0: 8, 3: 8}, "2 would take four pages and room to grow"
+
+
+def test_few_prompts_are_begun_before_their_turn() -> None:
+    scheduler, group = make(slots=(2000,), max_num_seqs=64, max_batched_tokens=16, page_size=4, max_model_len=2000)
+    scheduler.add(0, prompt(1500, 0), greedy(max_tokens=1), 0)
+    run(scheduler, group)
+    for id in range(1, 12):
+        scheduler.add(id, prompt(400 - 10 * id, id), greedy(max_tokens=1), 0)
+        run(scheduler, group)
+        assert sum(len(request.tokens) - request.num_computed > 1 for request in scheduler.running) <= MAX_UNFINISHED
+    scheduler.add(12, prompt(7, 12), greedy(max_tokens=1), 0)
+    assert run(scheduler, group)[12] == 7, "one that is done at once is no burden"
+    drain(scheduler, group)
+
+
+def test_the_queue_is_looked_through_so_far_and_no_further() -> None:
+    for behind in (LOOK_AHEAD - 1, LOOK_AHEAD):
+        scheduler, group = make(slots=(4000,), max_num_seqs=64, max_batched_tokens=16, max_model_len=900)
+        for id in range(behind + 1):
+            scheduler.add(id, prompt(400, id), greedy(max_tokens=1), 0)
+        scheduler.add(behind + 1, prompt(2, 99), greedy(max_tokens=1), 0)
+        assert (behind + 1 in run(scheduler, group)) == (behind < LOOK_AHEAD)
+
+
+def test_prompts_that_begin_alike_still_find_what_the_one_before_computed() -> None:
+    """A prompt of about the same length begins after the one before it, so it finds the pages of that one."""
+    scheduler, group = make(TP, (400, 400), max_batched_tokens=16, max_model_len=200, prefix_cache=True)
+    beginning = prompt(80, 0)
+    for id in range(4):
+        scheduler.add(id, [*beginning, id, id], greedy(max_tokens=1), 0)
+    cached = {progress.id: progress.num_cached for step in drain(scheduler, group) for progress in step}
+    assert cached == {0: 0, 1: 80, 2: 80, 3: 80}
+
+
+def test_what_is_cached_makes_a_long_prompt_short() -> None:
+    scheduler, group = make(slots=(400,), max_batched_tokens=16, max_model_len=400, prefix_cache=True)
+    known = prompt(120, 0)
+    scheduler.add(0, known, greedy(max_tokens=1), 0)
+    drain(scheduler, group)
+    scheduler.add(1, prompt(200, 1), greedy(max_tokens=1), 0)
+    scheduler.add(2, prompt(200, 2), greedy(max_tokens=1), 0)
+    scheduler.add(3, [*known, 1, 2, 3], greedy(max_tokens=1), 0)
+    group.config = scheduler.config
+    assert run(scheduler, group) == {1: 13, 3: 3}
+
+
+@settings(max_examples=150)
+@given(
+    seed=st.integers(0, 2**32),
+    max_batched_tokens=st.integers(1, 24),
+    max_num_seqs=st.integers(1, 12),
+    num_priorities=st.integers(1, 3),
+    prefix_cache=st.booleans(),
+)
+def test_the_step_that_is_predicted_is_the_one_that_is_planned(
+    seed: int, max_batched_tokens: int, max_num_seqs: int, num_priorities: int, prefix_cache: bool
+) -> None:
+    """Of what runs, while nobody is admitted and nobody lacks a page."""
+    scheduler, group = make(
+        DP, (400,) * 3, max_num_seqs, max_batched_tokens, 100, page_size=2, seed=seed, prefix_cache=prefix_cache
+    )
+    rng = random.Random(seed)
+    for id in range(60):
+        if rng.random() < 0.6:
+            prompt = [rng.randrange(1, 3) for _ in range(rng.choice([3, 8, 60]))]
+            scheduler.add(id, prompt, greedy(max_tokens=rng.randint(1, 20)), 0, rng.randrange(num_priorities))
+        scheduler.holds_admission = rng.random() < 0.5
+        num_preemptions = scheduler.num_preemptions
+        predicted = StepLoad.of_requests(scheduler.running, 3, max_batched_tokens)
+        plan = scheduler.schedule()
+        if plan is None:
+            continue
+        if scheduler.holds_admission:
+            planned = StepLoad.of_plan(plan, 3)
+            assert queries(predicted) == queries(planned)
+            assert predicted.num_sampled == planned.num_sampled
+            assert scheduler.num_preemptions == num_preemptions
+        scheduler.apply(group.run(plan))
+
+
+def queries(load: StepLoad) -> list[tuple[int, int, int]]:
+    return sorted(zip(load.owner_q.tolist(), load.rows_q.tolist(), load.start_q.tolist(), strict=True))
