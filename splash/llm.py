@@ -62,6 +62,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: int | Sequence[int] = 0,
         progress_bar: bool = False,
     ) -> list[Generation]:
         """Generate for every prompt, batched as memory allows, and return in prompt order.
@@ -69,6 +70,7 @@ class LLM:
         Args:
             prompts: text, token ids, or a list of either.
             params: one for all prompts, or one for each.
+            priority: one for all prompts, or one for each; those of a lower number are served earlier.
             progress_bar: show finished prompts and tokens a second on standard error.
 
         Raises:
@@ -80,10 +82,13 @@ class LLM:
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(batch)
         if len(each) != len(batch):
             raise ValueError(f"params: {len(each)} for {len(batch)} prompts; give one, or one for each")
+        priorities = [priority] * len(batch) if isinstance(priority, int) else list(priority)
+        if len(priorities) != len(batch):
+            raise ValueError(f"priority: {len(priorities)} for {len(batch)} prompts; give one, or one for each")
         requests = []
-        for prompt, chosen in zip(batch, each, strict=True):
+        for prompt, chosen, importance in zip(batch, each, priorities, strict=True):
             tokens = self.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-            requests.append(GenerationRequest(str(self._next_id), tuple(tokens), chosen))
+            requests.append(GenerationRequest(str(self._next_id), tuple(tokens), chosen, importance))
             self._next_id += 1
         try:
             for request in requests:

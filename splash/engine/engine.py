@@ -224,7 +224,7 @@ class Engine:
                 raise RequestError("stop_token_ids", f"token id {token} is outside the vocabulary of {vocab}")
         number = self._next_number
         seed = request.params.seed if request.params.seed is not None else self._seed + number
-        self.loop.add(number, request.prompt, request.params, seed)
+        self.loop.add(number, request.prompt, request.params, seed, request.priority)
         self._next_number += 1
         self._numbers[request.id] = number
         text = OutputText(self.tokenizer, request.prompt, request.params.stop, request.params.min_tokens)

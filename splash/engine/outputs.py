@@ -9,11 +9,19 @@ from splash.core.request import SamplingParams, TokenLogprob
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt to continue. `id` is the caller's, unique among live requests."""
+    """One prompt to continue.
+
+    Attributes:
+        id: the caller's, unique among live requests.
+        prompt: token ids.
+        params: how to sample.
+        priority: requests of a lower number are served earlier, equal ones in order of arrival.
+    """
 
     id: str
     prompt: tuple[int, ...]
     params: SamplingParams
+    priority: int = 0
 
 
 @dataclass(frozen=True)

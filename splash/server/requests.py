@@ -146,7 +146,7 @@ def fan_out(
         for sample in range(fields.n):
             index = number * fields.n + sample
             params = fields.sampling(index, limits[number], logprobs)
-            requests.append(GenerationRequest(f"{answer_id}-{index}", tuple(prompt), params))
+            requests.append(GenerationRequest(f"{answer_id}-{index}", tuple(prompt), params, fields.priority))
     return requests
 
 

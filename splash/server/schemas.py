@@ -87,6 +87,7 @@ class SamplingFields(Model):
     stop: NonEmpty | list[NonEmpty] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
+    priority: int = Field(default=0, ge=-(2**63), lt=2**63)
 
     @model_validator(mode="before")
     @classmethod

@@ -51,6 +51,17 @@ def test_a_seed_gives_the_same_text_whatever_the_batch(llm: LLM) -> None:
     assert llm.generate("The quick", SamplingParams(max_tokens=20, seed=8, ignore_eos=True))[0].tokens != alone.tokens
 
 
+def test_priorities_change_the_order_and_not_the_text(llm: LLM) -> None:
+    prompts = ["a", "b", "c"]
+    plain = llm.generate(prompts, GREEDY)
+    assert [output.text for output in llm.generate(prompts, GREEDY, priority=[2, 0, 1])] == [o.text for o in plain]
+    assert [output.text for output in llm.generate(prompts, GREEDY, priority=-1)] == [o.text for o in plain]
+    with pytest.raises(ValueError, match="priority: 2 for 3 prompts"):
+        llm.generate(prompts, GREEDY, priority=[1, 2])
+    with pytest.raises(RequestError, match="priority: must be a 64-bit integer"):
+        llm.generate(prompts, GREEDY, priority=2**70)
+
+
 def test_stop_strings_and_tokens(llm: LLM) -> None:
     whole = llm.generate("The quick", GREEDY)[0]
     stop = whole.text[3:5]

@@ -125,11 +125,14 @@ def test_sampling_parameters_reach_the_engine(served: Any) -> None:
         "ignore_eos": True,
         "min_tokens": 2,
         "stop_token_ids": [5],
+        "priority": -3,
     }
     complete(served, temperature=0.5, top_p=0.9, presence_penalty=1, frequency_penalty=-1, seed=3, extra_body=extra)
     params = served.engine.requests[-1].params
     assert (params.temperature, params.top_p, params.presence_penalty, params.frequency_penalty) == (0.5, 0.9, 1, -1)
     assert (params.top_k, params.min_p, params.repetition_penalty, params.ignore_eos) == (0, 0.1, 1.2, True)
     assert (params.min_tokens, params.stop_token_ids, params.seed, params.max_tokens) == (2, (5,), 3, 4)
+    assert served.engine.requests[-1].priority == -3
     complete(served)
+    assert served.engine.requests[-1].priority == 0
     assert served.engine.requests[-1].params.temperature == 1.0

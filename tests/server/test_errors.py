@@ -50,6 +50,8 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, {"prompt": "a", "presence_penalty": 3}, "presence_penalty", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "seed": 2**63}, "seed", "invalid_value"),
+    (COMPLETIONS, {"prompt": "a", "priority": 2**63}, "priority", "invalid_value"),
+    (COMPLETIONS, {"prompt": "a", "priority": 1.5}, "priority", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "n": 0}, "n", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "stop": ""}, "stop", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "stop": ["x", ""]}, "stop", "invalid_value"),
