@@ -9,12 +9,13 @@ one for a waiting request that has no room. With a prefix cache a request begins
 in the cache, its own of before included.
 
 Why everything ends. Requests make room only for those before them in the order of service, for one that waits only if
-they are of another priority, and only if it then runs in the same step. So the k-th in that order is preempted at most
-as often as those before it are admitted or get a page: never, for the first, hence a bounded number of times each. And
-the first always progresses: it runs with rows in every step, or nobody is admitted before it and it waits for requests
-as important as itself, the first of which progresses. Nobody overtakes the first in the queue but short prompts, as
-long as an older prompt has all the rows that it would need, and they leave it its pages. A stream of more important
-requests that never ends does keep others waiting: that is what priorities ask for.
+they are of another priority, and only if it then runs in the same step. So each is preempted at most as often as those
+before it are admitted or get a page, and as often as it needs a page that only they could give, each time one more: a
+bounded number of times, by induction from the first, which never is. And the first always progresses: it runs with rows
+in every step, or nobody is admitted before it and it waits for requests as important as itself, the first of which
+progresses. Nobody overtakes the first in the queue but short prompts, as long as an older prompt has all the rows that
+it would need, and they leave it its pages. A stream of more important requests that never ends does keep others
+waiting: that is what priorities ask for.
 """
 
 from __future__ import annotations
@@ -335,11 +336,15 @@ class Scheduler:
     def _admit_waiting(self, batch: Batch) -> Batch:
         """Let waiting requests begin, in order of service, as long as there are rows and pages for them."""
         while not self.holds_admission and (request := self._waiting.first) is not None:
+            may_join = len(self._running) < self._max_running  # then there is a row for it as well
+            others_make_way = bool(self._running) and self._running[-1].priority > request.priority
+            if not may_join and not others_make_way:
+                break
             admission = Admission(self.config, self.pool, request)
             victims: list[Request] = []
-            place = admission.place(self._tokens) if len(self._running) < self._max_running else None
+            place = admission.place(self._tokens) if may_join else None
             if place is None:
-                found = admission.place_of_others(self._tokens, self._running)
+                found = admission.place_of_others(self._tokens, self._running) if others_make_way else None
                 if found is None:
                     break
                 place, victims = found
