@@ -70,6 +70,7 @@ class Scheduler:
         self._running: list[Request] = []  # in order of service
         self._tokens = [0] * pool.ranks  # of running requests, by owner
         self._in_flight: StepPlan | None = None
+        self._filling: list[tuple[Request, int, int]] = []  # who fills pages first .. end - 1 in the step in flight
         self._pool_before: PrefixCache | None = None  # what `retract` would go back to
         self._aborted_in_flight: list[Request] = []
         self._released: list[int] = []  # for the next plan, as the following one
@@ -170,6 +171,7 @@ class Scheduler:
     def schedule_empty(self) -> StepPlan:
         """Plan a step without rows, for what it carries beside them."""
         assert self._in_flight is None, "a step is in flight"
+        self._filling = []
         return self._plan([], [])
 
     def _plan(self, rows: list[list[Query]], new: list[NewRequest]) -> StepPlan:
@@ -196,21 +198,22 @@ class Scheduler:
         self._in_flight = None
         self._pool_before = None
         if self.config.prefix_cache:
-            self._enter_pages(plan)
+            self._enter_pages()
         progress = []
         retired = self._aborted_in_flight
         self._aborted_in_flight = []
         eos_token_ids = self.config.eos_token_ids
+        requests, tokens = self._requests, self._tokens
         for id, token, logprob in zip(output.requests, output.tokens, output.logprobs, strict=True):
-            request = self._requests.get(id)
+            request = requests.get(id)
             if request is None:
                 continue
             assert request.held is not None
             request.tokens.append(token)
-            self._tokens[request.held.owner] += 1
+            tokens[request.held.owner] += 1
             finish_reason, stop_reason = request.finish(eos_token_ids)
             if finish_reason is not None:
-                del self._requests[id]
+                del requests[id]
                 request.live = False
                 retired.append(request)
             progress.append(Progress(id, token, logprob, finish_reason, stop_reason, request.num_cached))
@@ -220,14 +223,11 @@ class Scheduler:
             self._running = [request for request in self._running if request.live]
         return progress
 
-    def _enter_pages(self, plan: StepPlan) -> None:
+    def _enter_pages(self) -> None:
         """Let the cache know the pages that a step has filled."""
-        page_size = self.config.page_size
-        for query in plan.queries:
-            first, end = query.start // page_size, (query.start + len(query.tokens)) // page_size
-            request = self._requests.get(query.request) if first < end else None
-            if request is not None and request.held is not None:
-                extend_keys(request.keys, request.tokens, page_size, end)
+        for request, first, end in self._filling:
+            if request.live and request.held is not None:
+                extend_keys(request.keys, request.tokens, self.config.page_size, end)
                 for page in range(first, end):
                     self.pool.enter(request.held, page, request.keys)
 
@@ -404,6 +404,7 @@ class Scheduler:
     def _queries(self, batch: Batch) -> list[list[Query]]:
         """The queries of a step by owner: rows of requests that decode, then chunks. Counts them as computed."""
         queries: list[list[Query]] = [[] for _ in range(self.pool.ranks)]
+        self._filling = filling = []
         page_size = self.config.page_size
         chunks = {request for _, _, request in batch.chunks}
         for request in self._running:
@@ -412,8 +413,11 @@ class Scheduler:
             held, start = request.held, request.num_computed
             assert held is not None
             new_pages: tuple[tuple[int, ...], ...] = ()
-            if start % page_size == 0:
-                new_pages = held.table.rows(start // page_size, start // page_size + 1)
+            page, offset = divmod(start, page_size)
+            if not offset:
+                new_pages = held.table.rows(page, page + 1)
+            if offset == page_size - 1:
+                filling.append((request, page, page + 1))
             owner = held.owner
             queries[owner].append(Query(request.id, start, (request.tokens[start],), owner, True, new_pages))
             request.num_computed = start + 1
@@ -427,6 +431,7 @@ class Scheduler:
                 tokens = tuple(request.tokens[start:end])
                 queries[held.owner].append(Query(request.id, start, tokens, held.owner, count == left, pages))
                 request.num_computed = end
+                filling.append((request, start // page_size, end // page_size))
         return queries
 
     def _count_found(self, request: Request, times: int) -> None:
