@@ -32,6 +32,7 @@ from splash.scheduler.request import Progress
 from splash.scheduler.scheduler import Scheduler
 
 AIM_MS = 1.0
+BUSY = 0.2  # cores that other processes keep busy, above which figures are not to be relied on
 PAGE = 64
 STEPS = 200
 SHARED = 512  # tokens that all prompts begin with
@@ -181,6 +182,8 @@ def main() -> None:
                 "over_ceiling": round(statistics.median(ms) / floor, 1),
                 "steps": len(ms),
             }
+    if busy > BUSY:
+        print(f"NOT TO BE RELIED ON: other processes kept {busy:.1f} cores busy")
     for name, case in cases.items():
         verdict = "" if case["median_ms"] < AIM_MS else "OVER"
         print(
