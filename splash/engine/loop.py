@@ -70,13 +70,21 @@ class Loop:
         """Name of the layout that steps run in."""
         return self.switcher.layout.name
 
-    def add(self, number: int, prompt: Sequence[int], params: SamplingParams, seed: int, priority: int = 0) -> None:
-        """Queue a request. `number` is never used again.
+    def add(
+        self,
+        number: int,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        priority: int = 0,
+        keys: Sequence[bytes] = (),
+    ) -> None:
+        """Queue a request. `number` is never used again; `keys` is explained in `Scheduler.add`.
 
         Raises:
             RequestError: the request could never be served; nothing else is affected.
         """
-        self.scheduler.add(number, prompt, params, seed, priority)
+        self.scheduler.add(number, prompt, params, seed, priority, keys)
 
     def abort(self, number: int) -> None:
         """Drop a request; there is no progress of it any more. One that is not live is passed over."""

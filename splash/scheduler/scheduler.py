@@ -107,8 +107,19 @@ class Scheduler:
         """Context tokens of the running requests that each rank owns."""
         return list(self._tokens)
 
-    def add(self, id: int, prompt: Sequence[int], params: SamplingParams, seed: int, priority: int = 0) -> None:
+    def add(
+        self,
+        id: int,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        priority: int = 0,
+        keys: Sequence[bytes] = (),
+    ) -> None:
         """Queue a request. `id` is never used again. `max_tokens` is clipped to the model's length.
+
+        `keys` are what its first full pages are known by in the prefix cache, output included, as far as the caller
+        knows: equal ones must mean equal tokens up to the end of the page. The others are made of tokens.
 
         Raises:
             RequestError: the prompt is empty, it or its output cannot fit in the model's length or in memory, or the
@@ -127,7 +138,7 @@ class Scheduler:
             raise RequestError("priority", f"must be a 64-bit integer, not {priority!r}")
         max_tokens = min(params.max_tokens, max_model_len - len(prompt))
         new = NewRequest(id, prompt, params, seed)
-        request = Request(id, priority, self._num_arrived, new, len(prompt), max_tokens, list(prompt))
+        request = Request(id, priority, self._num_arrived, new, len(prompt), max_tokens, list(prompt), keys=list(keys))
         for pool in (self.pool, self._pool_before):  # the step in flight may be retracted
             if pool is not None:
                 check_capacity(request, pool, self.config.page_size)
