@@ -101,19 +101,28 @@ class Loop:
         Raises:
             WorkerError: the group died; the loop can only be closed.
         """
-        progress: list[Progress] = []
-        if self._in_flight:
-            result = self.executor.collect()
-            self._in_flight = False
-            ran = result.switch is None or self.switcher.settle(result.switch)
-            if ran and result.output is not None:
-                progress = self.scheduler.apply(result.output)
-                self.num_steps += 1
+        progress = self.finish()
+        self.begin()
+        return progress
+
+    def finish(self) -> list[Progress]:
+        """The first half of `step`: afterwards no step is in flight."""
+        if not self._in_flight:
+            return []
+        result = self.executor.collect()
+        self._in_flight = False
+        ran = result.switch is None or self.switcher.settle(result.switch)
+        if not ran or result.output is None:
+            return []
+        self.num_steps += 1
+        return self.scheduler.apply(result.output)
+
+    def begin(self) -> None:
+        """The second half of `step`."""
         run = self.switcher.next_run()
         if run is not None:
             self.executor.submit(run)
             self._in_flight = True
-        return progress
 
     def check(self) -> None:
         """Raise `WorkerError` if a rank has died while nothing runs."""

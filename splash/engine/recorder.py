@@ -57,6 +57,7 @@ class Recorder:
         steps, request_steps: steps, and queries of all of them.
         peak_running: most requests with rows in one step.
         layout_seconds: seconds of steps by layout.
+        next_row_s: when the time line is due.
         timeline: at most `MAX_ROWS` rows; where there would be more, every other one is dropped.
     """
 
@@ -73,7 +74,7 @@ class Recorder:
         self._scheduler = scheduler
         self._without_token: set[int] = set()  # admitted, and no token yet
         self._every_s = FIRST_INTERVAL_S
-        self._next_row_s = 0.0
+        self.next_row_s = 0.0
         self._last_row_s = 0.0
         self._rows = 0  # since the last row of the time line
         self._outputs = 0
@@ -90,12 +91,25 @@ class Recorder:
                 if request not in finished:
                     self.preemptions.append((plan.step, request))
                     self.num_preempted[request] += 1
-        count = len(plan.queries)
+        self._count(plan.layout, load, seconds)
+
+    def decoded(self, layout: str, load: StepLoad, seconds: float) -> None:
+        """A step has passed in which every query brought a token, none the first or the last."""
+        self._count(layout, load, seconds)
+        self._outputs += load.num_rows
+
+    def _count(self, layout: str, load: StepLoad, seconds: float) -> None:
+        count = len(load.rows_q)
         self.steps += 1
         self.request_steps += count
         self.peak_running = max(self.peak_running, count)
-        self.layout_seconds[plan.layout] = self.layout_seconds.get(plan.layout, 0.0) + seconds
+        self.layout_seconds[layout] = self.layout_seconds.get(layout, 0.0) + seconds
         self._rows += load.num_rows
+
+    @property
+    def waits_for_tokens(self) -> bool:
+        """Whether a request that runs has no token yet."""
+        return bool(self._without_token)
 
     def progressed(self, progress: Sequence[Progress], now: float) -> list[int]:
         """A step has ended at `now`. Returns the requests that have finished."""
@@ -113,7 +127,7 @@ class Recorder:
 
     def sample(self, now: float, layout: str) -> bool:
         """Add a row to the time line if one is due. Returns whether it was."""
-        if now < self._next_row_s:
+        if now < self.next_row_s:
             return False
         pool, past = self._scheduler.pool, max(now - self._last_row_s, 1e-9)
         used = tuple(
@@ -135,5 +149,5 @@ class Recorder:
             del self.timeline[1::2]
             self._every_s *= 2
         self._last_row_s = now
-        self._next_row_s = now + self._every_s
+        self.next_row_s = now + self._every_s
         return True

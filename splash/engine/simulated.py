@@ -29,6 +29,7 @@ from splash.engine.recorder import Recorder, TimelineRow
 from splash.engine.virtual import SimulatedExecutor, VirtualClock
 from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.cost_model import CostModel
+from splash.scheduler.decode_run import DecodeRun
 from splash.scheduler.load import StepLoad
 from splash.scheduler.prefix_cache import PrefixCache
 from splash.scheduler.scheduler import Scheduler
@@ -183,7 +184,7 @@ def simulate(
     """
     simulation = Simulation(config, requests)
     limit = math.inf if max_seconds is None else max_seconds
-    while simulation.clock.now < limit and simulation.step():
+    while simulation.clock.now < limit and simulation.step(limit):
         if simulation.recorder.sample(simulation.clock.now, simulation.loop.layout):
             progress(simulation.num_finished, simulation.clock.now)
     return simulation.result()
@@ -248,26 +249,52 @@ class Simulation:
         self._prompt = (0,) * int(requests.input_len.max(initial=0))
         self._params: dict[int, SamplingParams] = {}
 
-    def step(self) -> bool:
-        """Let requests arrive, then finish the step in flight and begin the next. False where all have finished."""
+    def step(self, limit_s: float = math.inf) -> bool:
+        """Let requests arrive, then finish the step in flight and begin the next. False where all have finished.
+
+        Steps that only decode are taken in one go until something else is to happen, or the time has come to
+        `limit_s`: see `splash.scheduler.decode_run`.
+        """
         feed, loop = self._feed, self.loop
         if not loop.has_work and feed.next_time() > self.clock.now:
             if feed.exhausted:
                 return False
             self.clock.now = feed.next_time()
-        while feed.next_time() <= self.clock.now:  # again where some are refused
-            for index, due_s in feed.take(self.clock.now):
-                self._arrive(index, due_s)
-        for request in self.recorder.progressed(loop.step(), self.clock.now):
-            self._end(request)
+        self._let_arrive(self.clock.now)
+        for request in self.recorder.progressed(loop.finish(), self.clock.now):
+            self._end(request, self.clock.now)
+        if loop.switcher.active is None and not self.recorder.waits_for_tokens:
+            self._decode(min(limit_s, self.recorder.next_row_s))
+        loop.begin()
         if self._copy_bytes is None:
             loop.switcher.step_bytes = self._executor.copy_bytes
         return True
 
+    def _decode(self, until_s: float) -> None:
+        """Take the steps that end before anything but decoding happens, and that begin before `until_s`."""
+        clock, recorder, feed = self.clock, self.recorder, self._feed
+        layout, run = self.loop.switcher.layout, DecodeRun(self.loop.scheduler, token=0)
+        while run.left and clock.now < until_s and run.grow():
+            began, load = clock.now, run.load
+            seconds = self._executor.seconds(layout, load)
+            recorder.decoded(layout.name, load, seconds)
+            clock.now += seconds
+            run.step()
+            if feed.next_time() <= began:  # seen before the step is collected
+                self._let_arrive(began)
+                break
+        run.end()
+        self.loop.num_steps += run.num_steps
+
+    def _let_arrive(self, now: float) -> None:
+        while self._feed.next_time() <= now:  # again where some are refused
+            for index, due_s in self._feed.take(now):
+                self._arrive(index, due_s, now)
+
     def _submitted(self, plan: StepPlan, load: StepLoad, seconds: float) -> None:
         self.recorder.planned(plan, load, self.clock.now, seconds)
 
-    def _arrive(self, index: int, due_s: float) -> None:
+    def _arrive(self, index: int, due_s: float, now: float) -> None:
         requests, recorder = self._requests, self.recorder
         length, output = int(requests.input_len[index]), int(requests.output_len[index])
         recorder.arrival_s[index] = due_s
@@ -279,11 +306,11 @@ class Simulation:
             self.loop.add(index, self._prompt[:length], params, seed=0, keys=keys)
         except RequestError as error:
             self.refused[index] = str(error)
-            self._end(index)
+            self._end(index, now)
 
-    def _end(self, index: int) -> None:
+    def _end(self, index: int, now: float) -> None:
         self.num_finished += 1
-        self._feed.finish(index, self.clock.now)
+        self._feed.finish(index, now)
 
     def result(self) -> SimulationResult:
         """What there is so far."""

@@ -47,7 +47,7 @@ class SimulatedExecutor:
         submitted: told of each plan when it begins, of its load, and of the seconds that it will take.
 
     Attributes:
-        copy_bytes: what a rank can copy within the last step without a switch at the share `trickle`, 0 before there
+        copy_bytes: what a rank can copy within the last step, without a switch, at the share `trickle`; 0 before there
             was one. Reads of pages set the pace.
     """
 
@@ -71,19 +71,23 @@ class SimulatedExecutor:
         plan, costs = run.plan, self._model.stages.costs
         layout = parse_layout(plan.layout)
         load = StepLoad.of_plan(plan, self._model.ranks)
-        seconds = self._model.step(layout, load).seconds
+        seconds = self.seconds(layout, load)
         outcome = None
         if run.ahead is not None:
             seconds = max(seconds * costs.trickle_slowdown, self._trickle_seconds(run.ahead))
         elif run.switch is not None:
             outcome = self._switch(run.switch, layout, seconds)
             seconds += outcome.exposed_s
-        else:
-            self.copy_bytes = int(seconds * costs.trickle * costs.page_pull_gb_s * 1e9)
         sampled = tuple([query.request for query in plan.queries if query.sample])
         output = StepOutput(plan.step, plan.epoch, sampled, (0,) * len(sampled), (None,) * len(sampled))
         self._in_flight = self._clock.now + seconds, Result(output, outcome)
         self._submitted(plan, load, seconds)
+
+    def seconds(self, layout: Layout, load: StepLoad) -> float:
+        """Time of a step without a switch."""
+        costs, seconds = self._model.stages.costs, self._model.step(layout, load).seconds
+        self.copy_bytes = int(seconds * costs.trickle * costs.page_pull_gb_s * 1e9)
+        return seconds
 
     def collect(self) -> Result:
         """See `Executor`."""

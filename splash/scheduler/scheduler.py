@@ -234,6 +234,29 @@ class Scheduler:
             self._running = [request for request in self._running if request.live]
         return progress
 
+    def first_is_stuck(self) -> tuple[bool, Sequence[bytes]]:
+        """Whether nobody who waits could begin, and the keys of pages whose entry into the cache may change that."""
+        request = self._waiting.first
+        if request is None or self.holds_admission:
+            return True, ()
+        if self._running and self._running[-1].priority > request.priority:
+            return False, ()  # it may take the place of others
+        if len(self._running) >= self._max_running:
+            return True, ()
+        return Admission(self.config, self.pool, request).place(self._tokens) is None, request.keys
+
+    def decoded(self, num_steps: int, token: int) -> None:
+        """Count steps in which every running request generated `token`, planned and applied elsewhere."""
+        assert self._in_flight is None, "a step is in flight"
+        self._step += num_steps
+        self._released.clear()
+        self._finished.clear()
+        for request in self._running:
+            assert request.held is not None
+            request.tokens.extend([token] * num_steps)
+            request.num_computed += num_steps
+            self._tokens[request.held.owner] += num_steps
+
     def _enter_pages(self) -> None:
         """Let the cache know the pages that a step has filled."""
         for request, first, end in self._filling:
