@@ -125,10 +125,8 @@ class Recorder:
             self.finish_s[request] = now
         return finished
 
-    def sample(self, now: float, layout: str) -> bool:
-        """Add a row to the time line if one is due. Returns whether it was."""
-        if now < self.next_row_s:
-            return False
+    def sample(self, now: float, layout: str) -> None:
+        """Add a row to the time line."""
         pool, past = self._scheduler.pool, max(now - self._last_row_s, 1e-9)
         used = tuple(
             round(1 - free / max(1, total), 4) for free, total in zip(pool.num_free, pool.num_total, strict=True)
@@ -150,4 +148,3 @@ class Recorder:
             self._every_s *= 2
         self._last_row_s = now
         self.next_row_s = now + self._every_s
-        return True

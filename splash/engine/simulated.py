@@ -184,14 +184,22 @@ def simulate(
     """
     simulation = Simulation(config, requests)
     limit = math.inf if max_seconds is None else max_seconds
+    told_s = 0.0
     while simulation.clock.now < limit and simulation.step(limit):
-        if simulation.recorder.sample(simulation.clock.now, simulation.loop.layout):
+        if simulation.recorder.next_row_s > told_s:
+            told_s = simulation.recorder.next_row_s
             progress(simulation.num_finished, simulation.clock.now)
     return simulation.result()
 
 
 class Simulation:
     """A simulation under way, a step at a time.
+
+    Args:
+        config: what serves.
+        requests: the workload.
+        every_step: let the scheduler plan every step, instead of taking those that only decode in one go. The result is
+            the same.
 
     Attributes:
         clock: the virtual time.
@@ -205,7 +213,7 @@ class Simulation:
         ConfigError: the hardware has no costs, or no rate for the dtype.
     """
 
-    def __init__(self, config: SimulationConfig, requests: Requests) -> None:
+    def __init__(self, config: SimulationConfig, requests: Requests, every_step: bool = False) -> None:
         model = CostModel(
             config.spec,
             config.hardware,
@@ -218,6 +226,7 @@ class Simulation:
         )
         geometry = _geometry(config, model)
         self._requests = requests
+        self._every_step = every_step
         self._max_model_len = config.max_model_len or config.spec.max_position_embeddings
         self._copy_bytes = None if config.switch_copy_mib is None else int(config.switch_copy_mib * MIB)
         self._feed = Feed(requests)
@@ -263,11 +272,13 @@ class Simulation:
         self._let_arrive(self.clock.now)
         for request in self.recorder.progressed(loop.finish(), self.clock.now):
             self._end(request, self.clock.now)
-        if loop.switcher.active is None and not self.recorder.waits_for_tokens:
+        if not (self._every_step or loop.switcher.active is not None or self.recorder.waits_for_tokens):
             self._decode(min(limit_s, self.recorder.next_row_s))
         loop.begin()
         if self._copy_bytes is None:
             loop.switcher.step_bytes = self._executor.copy_bytes
+        if self.clock.now >= self.recorder.next_row_s:
+            self.recorder.sample(self.clock.now, loop.layout)
         return True
 
     def _decode(self, until_s: float) -> None:

@@ -52,22 +52,13 @@ def plain(result: SimulationResult) -> dict[str, Any]:
     return values
 
 
-def step_by_step(config: SimulationConfig, requests: Requests, switches: dict[float, str]) -> Simulation:
-    """Every step through the scheduler, with switches to layouts at given times."""
-    simulation = Simulation(config, requests)
-    simulation._decode = lambda until_s: None  # type: ignore[method-assign]
-    run(simulation, switches)
-    return simulation
-
-
 def run(simulation: Simulation, switches: dict[float, str]) -> None:
-    """To the end, asking for the layouts of `switches` from those times on."""
+    """To the end, asking for layouts at given times."""
     due = sorted(switches.items())
     while simulation.step(due[0][0] if due else np.inf):
         if due and simulation.clock.now >= due[0][0]:
             _, target = due.pop(0)
             simulation.loop.switcher.request(parse_layout(target), "auto", False, lambda record: None)
-        simulation.recorder.sample(simulation.clock.now, simulation.loop.layout)
 
 
 def test_one_request_takes_what_its_steps_cost() -> None:
@@ -155,7 +146,8 @@ def test_decoding_in_one_go_changes_nothing(
     )
     fast = Simulation(chosen, requests)
     run(fast, switches)
-    slow = step_by_step(chosen, requests, switches)
+    slow = Simulation(chosen, requests, every_step=True)
+    run(slow, switches)
     assert plain(fast.result()) == plain(slow.result())
     assert fast.loop.num_steps == slow.loop.num_steps == fast.result().steps
     pool = fast.loop.scheduler.pool
