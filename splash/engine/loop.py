@@ -10,6 +10,7 @@ from splash.core.memory import ArenaGeometry
 from splash.core.request import SamplingParams
 from splash.engine.messages import Result, Run
 from splash.engine.switching import Switcher
+from splash.scheduler.prefix_cache import Keys
 from splash.scheduler.request import Progress
 from splash.scheduler.scheduler import Scheduler
 
@@ -71,13 +72,7 @@ class Loop:
         return self.switcher.layout.name
 
     def add(
-        self,
-        number: int,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        seed: int,
-        priority: int = 0,
-        keys: Sequence[bytes] = (),
+        self, number: int, prompt: Sequence[int], params: SamplingParams, seed: int, priority: int = 0, keys: Keys = ()
     ) -> None:
         """Queue a request. `number` is never used again; `keys` is explained in `Scheduler.add`.
 

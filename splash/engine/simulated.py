@@ -309,12 +309,13 @@ class Simulation:
         requests, recorder = self._requests, self.recorder
         length, output = int(requests.input_len[index]), int(requests.output_len[index])
         recorder.arrival_s[index] = due_s
+        priority = int(requests.priority[index])
         params = self._params.get(output)
         if params is None:
             params = self._params[output] = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
         keys = [] if self._keys is None else self._keys.take(index)
         try:
-            self.loop.add(index, self._prompt[:length], params, seed=0, keys=keys)
+            self.loop.add(index, self._prompt[:length], params, seed=0, priority=priority, keys=keys)
         except RequestError as error:
             self.refused[index] = str(error)
             self._end(index, now)

@@ -95,8 +95,12 @@ class DecodeRun:
 
     def end(self) -> None:
         """Let the requests have their tokens."""
-        if self.num_steps:
-            self._scheduler.decoded(self.num_steps, self._token)
+        if not self.num_steps:
+            return
+        for request in self._scheduler.running:
+            request.tokens.extend([self._token] * self.num_steps)
+            request.num_computed += self.num_steps
+        self._scheduler.skip(self.num_steps)
 
 
 def _held(request: Request) -> HeldPages:

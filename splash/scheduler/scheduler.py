@@ -32,7 +32,7 @@ from splash.core.step import NewRequest, Query, StepOutput, StepPlan
 from splash.scheduler.admission import Admission, Place, check_capacity, holds_any
 from splash.scheduler.chunks import Batch
 from splash.scheduler.config import SchedulerConfig
-from splash.scheduler.prefix_cache import PrefixCache, extend_keys
+from splash.scheduler.prefix_cache import Keys, PrefixCache, extend_keys
 from splash.scheduler.queue import WaitingQueue
 from splash.scheduler.request import Progress, Rebase, Request
 
@@ -98,28 +98,16 @@ class Scheduler:
         return tuple(self._running)
 
     @property
-    def free_pages(self) -> list[int]:
-        """Free pages on each rank, with those that only the cache holds."""
-        return self.pool.num_free
-
-    @property
     def tokens_per_rank(self) -> list[int]:
         """Context tokens of the running requests that each rank owns."""
         return list(self._tokens)
 
     def add(
-        self,
-        id: int,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        seed: int,
-        priority: int = 0,
-        keys: Sequence[bytes] = (),
+        self, id: int, prompt: Sequence[int], params: SamplingParams, seed: int, priority: int = 0, keys: Keys = ()
     ) -> None:
         """Queue a request. `id` is never used again. `max_tokens` is clipped to the model's length.
 
-        `keys` are what its first full pages are known by in the prefix cache, output included, as far as the caller
-        knows: equal ones must mean equal tokens up to the end of the page. The others are made of tokens.
+        `keys` name its first full pages, as far as the caller can: equal ones must mean equal tokens up to there.
 
         Raises:
             RequestError: the prompt is empty, it or its output cannot fit in the model's length or in memory, or the
@@ -234,28 +222,22 @@ class Scheduler:
             self._running = [request for request in self._running if request.live]
         return progress
 
-    def first_is_stuck(self) -> tuple[bool, Sequence[bytes]]:
+    def first_is_stuck(self) -> tuple[bool, Keys]:
         """Whether nobody who waits could begin, and the keys of pages whose entry into the cache may change that."""
-        request = self._waiting.first
+        request, running = self._waiting.first, self._running
         if request is None or self.holds_admission:
             return True, ()
-        if self._running and self._running[-1].priority > request.priority:
+        if running and running[-1].priority > request.priority:
             return False, ()  # it may take the place of others
-        if len(self._running) >= self._max_running:
+        if len(running) >= self._max_running:
             return True, ()
         return Admission(self.config, self.pool, request).place(self._tokens) is None, request.keys
 
-    def decoded(self, num_steps: int, token: int) -> None:
-        """Count steps in which every running request generated `token`, planned and applied elsewhere."""
-        assert self._in_flight is None, "a step is in flight"
+    def skip(self, num_steps: int) -> None:
+        """Count steps that were planned and applied elsewhere: `splash.scheduler.decode_run`."""
         self._step += num_steps
-        self._released.clear()
-        self._finished.clear()
-        for request in self._running:
-            assert request.held is not None
-            request.tokens.extend([token] * num_steps)
-            request.num_computed += num_steps
-            self._tokens[request.held.owner] += num_steps
+        self._released, self._finished = [], []
+        self._count_tokens()
 
     def _enter_pages(self) -> None:
         """Let the cache know the pages that a step has filled."""
