@@ -110,7 +110,7 @@ def test_every_step_is_that_of_the_engine(
     config = SimulationConfig(
         spec, hardware, ranks, "float32", layout=layout, max_model_len=longest, switch_copy_mib=2.0, **limits
     )
-    simulation = Simulation(config, requests)
+    simulation = Simulation(config, requests, every_step=True)
     simulation.loop.executor = recording = Recording(simulation.loop.executor)
     step, more = 0, True
     while more:
