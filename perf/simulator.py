@@ -44,6 +44,7 @@ from splash.workload import Requests, load
 BATCHES = (1, 8, 64, 256)
 CEILING_STEP_S = 0.02  # of the executor that answers at once: how requests arrive meanwhile hardly matters
 MODEL = "builtin:scribe"
+PRESSURE_GIB = 0.03  # arenas that hold about a dozen requests of the mixed case
 LIMITS: dict[str, Any] = {"page_size": 64, "max_num_seqs": 32, "max_batched_tokens": 512}
 
 
@@ -192,9 +193,6 @@ def cases() -> list[Case]:
     for layout in ("tp", "dp", "dop"):
         found += [Case("decode", layout, decode), Case("prefill", layout, prefill), Case("mixed", layout, mixed)]
     return [*found, Case("pressure", "tp", mixed, PRESSURE_GIB)]
-
-
-PRESSURE_GIB = 0.02
 
 
 def serve(llm: LLM, requests: Requests) -> tuple[float, Counting]:
