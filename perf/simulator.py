@@ -223,10 +223,10 @@ def compare(case: Case, hardware: Hardware, ranks: int, dtype: str, repeats: int
         with LLM(MODEL, ranks=ranks, dtype=dtype, layout=case.layout, **options) as llm:
             serve(llm, load("fixed", ["workload.num_requests=2", "workload.input=70", "workload.output=8"]).requests())
             llm.engine.scheduler.pool.evict()
-            offset = llm.engine._next_number
             seconds, counting = serve(llm, requests)
             spec, longest = llm.engine.model_config.spec, llm.engine.max_model_len
         times.append(seconds)
+        offset = min(counting.admissions)
         preemptions = [(step, id - offset) for step, id in counting.preemptions]
         happened.append(([id - offset for id in counting.admissions], preemptions))
     config = SimulationConfig(

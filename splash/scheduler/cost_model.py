@@ -219,12 +219,13 @@ class CostModel:
 
     def _local(self, part: _Part, heads: int) -> _Attention:
         """Rows, the heads for them and their whole history are on the rank."""
-        stages = self.stages
-        absorbed, expanded = self._forms(part.chunks, heads)
-        absorbed_rows = part.num_singles + _rows(absorbed)
+        stages, absorbed_rows = self.stages, part.num_singles
         attention = stages.attend_singles(part.single_pairs, part.single_keys, part.num_singles, heads)
-        attention += sum(stages.attend_absorbed(chunk, heads) for chunk in absorbed)
-        attention += sum(stages.attend_expanded(chunk, heads) for chunk in expanded)
+        if part.chunks:
+            absorbed, expanded = self._forms(part.chunks, heads)
+            absorbed_rows += _rows(absorbed)
+            attention += sum([stages.attend_absorbed(chunk, heads) for chunk in absorbed])
+            attention += sum([stages.attend_expanded(chunk, heads) for chunk in expanded])
         return _Attention(
             projections=self._projections(part.rows, part.rows, absorbed_rows, absorbed_rows, heads),
             attention=attention,
@@ -233,8 +234,21 @@ class CostModel:
 
     def _split_owned(self, load: StepLoad) -> _Attention:
         """dp: between two collectives a rank does all of its own, so the slowest by the sum is waited for."""
-        parts = set(self._by_owner(load))
-        return max((self._local(part, self.spec.num_heads) for part in parts), key=lambda layer: layer.seconds)
+        layers = [self._local(part, self.spec.num_heads) for part in self._candidates(load)]
+        return layers[0] if len(layers) == 1 else max(layers, key=lambda layer: layer.seconds)
+
+    def _candidates(self, load: StepLoad) -> Sequence[_Part]:
+        """The parts of the ranks that may be the slowest: who has no fewer rows and no fewer keys takes as long."""
+        if load.num_chunks or self.stages.top_k is not None:
+            return list(set(self._by_owner(load)))
+        most_keys: dict[int, int] = {}  # by number of rows
+        for rows, keys in zip(load.singles_T, load.single_keys_T, strict=True):
+            most_keys[rows] = max(keys, most_keys.get(rows, 0))
+        parts: list[_Part] = []
+        for rows, keys in sorted(most_keys.items(), reverse=True):
+            if not parts or keys > parts[-1].single_keys:
+                parts.append(_Part(rows, rows, keys, keys, ()))
+        return parts
 
     def _sharded_owned(self, load: StepLoad) -> _Attention:
         """dop: all rows with own heads are exchanged for own rows with all heads, and back."""

@@ -42,7 +42,7 @@ class Recording:
 
 def workload() -> Requests:
     """Everything there from the start, some prompts beginning alike."""
-    overrides = ["num_requests=40", "concurrency=null", "shared_prefix=40", "prefix_groups=3", "seed=4"]
+    overrides = ["num_requests=30", "concurrency=null", "shared_prefix=40", "prefix_groups=3", "seed=4"]
     overrides += ["input={kind: uniform, low: 45, high: 230}", "output={kind: uniform, low: 20, high: 120}"]
     return load("fixed", [f"workload.{override}" for override in overrides]).requests()
 
