@@ -22,7 +22,7 @@ from splash.workload import Requests, load
 
 PAGE_SIZE, MAX_SEQS, MAX_ROWS = 16, 24, 96
 ROOMY_GIB = 0.008  # arenas that hold all requests at once
-SWITCHES = {30: ("dp", "blocking"), 70: ("tp", "layerwise"), 110: ("dcp", "precopy"), 150: ("cp", "auto")}  # by step
+SWITCHES = {20: ("dp", "blocking"), 45: ("tp", "layerwise"), 70: ("dcp", "precopy"), 90: ("cp", "auto")}  # by step
 
 
 class Recording:
