@@ -1,0 +1,108 @@
+"""Traffic: what has come and gone so far, and from it what to expect.
+
+Output lengths have no known end, so they are treated as lifetimes. From the tokens that finished requests had, and
+those that running ones have so far (which will have more), the Kaplan-Meier estimate gives the survival S(a), the share
+of requests with more than a tokens, and its integral the mean residual life of a request with a tokens:
+
+    remaining(a) = integral of S from a on / S(a)          [tokens]
+
+Beyond what has been seen a request is expected to go on for as long as it has (Lindy's law, the mean residual life of a
+Pareto tail of index 2).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+WINDOW_S = 10.0  # arrivals count for about so long
+PROMPTS = 64  # prompts count for about so many arrivals
+OUTPUTS = 1000  # outputs count for about so many finished requests
+UNKNOWN_TOKENS = 256.0  # of an output when none has been seen
+STALE = 8  # an estimate of output lengths is asked so often before it is made anew
+GAPS = 3.0  # a gap of so many mean gaps is too long for the rate that was: 5 % of exponential gaps are longer
+_BINS_AN_OCTAVE = 4
+_NUM_BINS = 24 * _BINS_AN_OCTAVE
+_EDGES = 2.0 ** (np.arange(_NUM_BINS + 1) / _BINS_AN_OCTAVE) - 1.0  # tokens; bin b has edges b and b + 1
+_WIDTHS = np.diff(_EDGES)
+
+
+class Arrivals:
+    """Rate and prompt lengths of arrivals: exponentially weighted, by time and by number."""
+
+    def __init__(self) -> None:
+        self._count = 0.0  # arrivals, each worth less the longer ago it was
+        self._last_s = 0.0
+        self._prompts = 0.0
+        self._prompt_tokens = 0.0
+
+    def add(self, now: float, num_prompt_tokens: int) -> None:
+        """A request of so many prompt tokens came at `now` seconds."""
+        self._count = self._count * math.exp((self._last_s - now) / WINDOW_S) + 1.0
+        self._last_s = now
+        keep = 1 - 1 / PROMPTS
+        self._prompts = self._prompts * keep + 1.0
+        self._prompt_tokens = self._prompt_tokens * keep + num_prompt_tokens
+
+    def rate(self, now: float) -> float:
+        """Requests a second, as of `now`. A silence that the rate does not explain lowers it at once: bursts end."""
+        if not self._count:
+            return 0.0
+        silence = now - self._last_s
+        rate = self._count * math.exp(-silence / WINDOW_S) / WINDOW_S
+        return min(rate, GAPS / silence) if silence > 0 else rate
+
+    @property
+    def prompt_tokens(self) -> float:
+        """Mean tokens a prompt; 0 where none has come."""
+        return self._prompt_tokens / self._prompts if self._prompts else 0.0
+
+
+class Outputs:
+    """Output lengths seen, as lifetimes."""
+
+    def __init__(self) -> None:
+        self._finished = np.zeros(_NUM_BINS)
+        self._table: Floats | None = None
+        self._asked = 0  # since the table was made
+
+    def add(self, num_tokens: int) -> None:
+        """A request has finished with so many output tokens."""
+        self._finished *= 1 - 1 / OUTPUTS
+        self._finished[min(_NUM_BINS - 1, int(math.log2(num_tokens + 1) * _BINS_AN_OCTAVE))] += 1.0
+
+    def remaining(self, ages: Ints) -> tuple[Floats, float]:
+        """Expected tokens that running requests have still to come, and the expected length of a new output.
+
+        Args:
+            ages: int64 [n], output tokens of each running request so far.
+        """
+        if self._table is None or self._asked >= STALE:
+            bins = np.minimum(_NUM_BINS - 1, (np.log2(ages + 1) * _BINS_AN_OCTAVE).astype(np.int64))
+            self._table = self._mean_residual_life(np.bincount(bins, minlength=_NUM_BINS).astype(np.float64))
+            self._asked = 0
+        self._asked += 1
+        left: Floats = np.interp(ages, _EDGES[:-1], self._table)
+        return left, float(self._table[0])
+
+    def _mean_residual_life(self, running: Floats) -> Floats:
+        """[bins], from the start of each bin on, with running requests censored at where they are."""
+        finished = self._finished
+        seen = np.flatnonzero(finished)
+        if not len(seen):
+            return np.maximum(UNKNOWN_TOKENS, _EDGES[:-1])
+        last = int(seen[-1]) + 1  # the bin after all that has been seen
+        beyond = np.cumsum((finished + running)[::-1])[::-1]
+        at_risk = np.maximum(beyond - 0.5 * running, 1e-12)
+        alive = np.concatenate(([1.0], np.cumprod(np.maximum(0.0, 1.0 - finished / at_risk))))
+        areas = _WIDTHS * (alive[:-1] + alive[1:]) / 2
+        areas[last:] = 0.0
+        life = np.cumsum(areas[::-1])[::-1] + alive[last] * _EDGES[last]
+        table = np.where(alive[:-1] > 1e-9, life / np.maximum(alive[:-1], 1e-9), _EDGES[:-1])
+        table[last:] = _EDGES[last:-1]
+        return np.maximum(1.0, table)
