@@ -13,6 +13,7 @@ from splash.core.layout import KV, Layout
 from splash.scheduler.footprint import Footprint
 from splash.scheduler.load import StepLoad
 from splash.scheduler.request import Request
+from splash.scheduler.scheduler import Scheduler
 
 Ints = npt.NDArray[np.int64]
 
@@ -44,6 +45,22 @@ class Situation:
     num_waiting: int
     used_T: Sequence[int]
     live: Callable[[], Iterable[Request]]
+
+    @classmethod
+    def of_scheduler(cls, scheduler: Scheduler, now: float) -> Situation:
+        """The load of a scheduler, which may have a step in flight. Valid until the scheduler goes on."""
+        pool = scheduler.pool
+        return cls(
+            now=now,
+            layout=pool.layout,
+            ranks=pool.ranks,
+            page_size=scheduler.config.page_size,
+            running=scheduler.running,
+            waiting=scheduler.first_waiting(FIRST_WAITING),
+            num_waiting=scheduler.num_waiting,
+            used_T=[total - free for total, free in zip(pool.num_total, pool.num_free, strict=True)],
+            live=lambda: scheduler.requests,
+        )
 
     @cached_property
     def _columns(self) -> Ints:
