@@ -20,7 +20,7 @@ import numpy as np
 from splash.core.decision import Decision
 from splash.core.layout import KV, LAYOUTS, Layout
 from splash.scheduler.cost_model import CostModel
-from splash.scheduler.outlook import EVEN, Forecaster, Outlook, skew_of
+from splash.scheduler.outlook import Forecaster, Outlook, skew_of
 from splash.scheduler.owners import balance_owners
 from splash.scheduler.policy import Limits, PolicyConfig, Restraint
 from splash.scheduler.room import Room
@@ -62,12 +62,13 @@ class _Facts:
 
     layout: Layout
     outlook: Outlook
+    seconds: float  # that it takes in the layout that serves
     margin: float
     predictions: dict[str, float | None]
     infeasible: dict[str, str]
 
     def decision(self, offer: _Offer | None, price: _Price | None, reason: str, go: bool = False) -> Decision:
-        seconds = self.outlook.seconds
+        seconds = self.seconds
         return Decision(
             policy="cost",
             layout=self.layout.name,
@@ -132,43 +133,43 @@ class CostPolicy:
         if not (situation.running or situation.num_waiting) or not self._restraint.is_due(situation.now):
             return None
         outlook = self._forecaster.look(situation, self._arrivals, self._outputs)
+        seconds = self._forecaster.seconds(situation.layout, outlook, outlook.skew)
         offers, infeasible = self._offers(situation, outlook)
-        leads = self._average_leads(situation.now, outlook, offers)
+        leads = self._average_leads(situation.now, seconds, offers)
         layout, step_ms = situation.layout, 1e3 / outlook.steps
         predictions: dict[str, float | None] = dict.fromkeys(LAYOUTS)
-        predictions[layout.name] = outlook.seconds * step_ms
+        predictions[layout.name] = seconds * step_ms
         predictions |= {offer.target.name: offer.seconds * step_ms for offer in offers if not offer.rebalance}
-        facts = _Facts(layout, outlook, self.config.margin, predictions, infeasible)
+        facts = _Facts(layout, outlook, seconds, self.config.margin, predictions, infeasible)
         first: Decision | None = None
         for offer in offers:  # the fastest first
             decision = self._judge(situation, facts, offer, leads[offer.name])
             if decision.switches:
                 return decision
             first = first or decision
-            if offer.seconds >= outlook.seconds:
+            if offer.seconds >= seconds:
                 break
         return first or facts.decision(None, None, f"{layout} stays, since no other layout can serve what is there")
 
     def _offers(self, situation: Situation, outlook: Outlook) -> tuple[list[_Offer], dict[str, str]]:
         """What could be done, the fastest first; and why not, by layout."""
-        layout, footprint = situation.layout, situation.footprint
-        largest = int(situation.pages_n.max(initial=0))
+        layout = situation.layout
         offers, infeasible = [], dict(self._refused)
         for target in self._model.layouts:
             if target == layout:
                 continue
-            if shortage := self._room.shortage(layout, target, footprint, largest):
+            if shortage := self._room.shortage(situation, target):
                 infeasible[target.name] = shortage
                 continue
             keeps_owners = layout.kv is KV.REQUEST and target.kv is KV.REQUEST
-            seconds = self._forecaster.seconds(target, outlook, outlook.skew if keeps_owners else EVEN)
+            seconds = self._forecaster.seconds(target, outlook, outlook.skew if keeps_owners else None)
             offers.append(_Offer(target, False, seconds))
         # New requests even ranks out for nothing.
         if layout.kv is KV.REQUEST and not situation.num_waiting and len(situation.running) > 1:
-            offers.append(_Offer(layout, True, self._forecaster.seconds(layout, outlook, EVEN)))
+            offers.append(_Offer(layout, True, self._forecaster.seconds(layout, outlook, None)))
         return sorted(offers, key=lambda offer: offer.seconds), infeasible
 
-    def _average_leads(self, now: float, outlook: Outlook, offers: list[_Offer]) -> dict[str, float]:
+    def _average_leads(self, now: float, seconds: float, offers: list[_Offer]) -> dict[str, float]:
         """By offer, its lead averaged over `settle_s`. What has just become possible begins with none."""
         settle_s = self.config.settle_s
         elapsed = min(now - self._decided_s, settle_s) if self._leads else 0.0
@@ -176,14 +177,14 @@ class CostPolicy:
         averages = {}
         for offer in offers:
             before = self._leads.get(offer.name, 0.0)
-            averages[offer.name] = before + weight * (outlook.seconds / offer.seconds - 1 - before)
+            averages[offer.name] = before + weight * (seconds / offer.seconds - 1 - before)
         self._leads, self._decided_s = averages, now
         return averages
 
     def _judge(self, situation: Situation, facts: _Facts, offer: _Offer, average: float) -> Decision:
         """Whether to take an offer, and why or why not."""
         layout, config = facts.layout, self.config
-        lead = facts.outlook.seconds / offer.seconds - 1
+        lead = facts.seconds / offer.seconds - 1
         if lead <= 0:
             return facts.decision(offer, None, f"{layout} stays, since it is predicted to be the fastest")
         leads = f"{layout} is predicted to take {lead:.1%} longer than {offer}"
@@ -197,9 +198,9 @@ class CostPolicy:
             facts.infeasible[offer.target.name] = obstacle
             return facts.decision(offer, None, f"{layout} stays: {leads}, but {obstacle}")
         offer, price = self._price(situation, facts, offer)
-        gain = facts.outlook.seconds - offer.seconds
-        kept = gain * max(0.0, 1 - price.delay_s / facts.outlook.seconds)
-        sums = f"it gains {kept:.3f} s over the next {facts.outlook.seconds:.1f} s and costs {price.seconds:.3f} s"
+        gain = facts.seconds - offer.seconds
+        kept = gain * max(0.0, 1 - price.delay_s / facts.seconds)
+        sums = f"it gains {kept:.3f} s over the next {facts.seconds:.1f} s and costs {price.seconds:.3f} s"
         if kept <= config.safety * price.seconds:
             return facts.decision(offer, price, f"{layout} stays: {leads}, but changing does not pay, since {sums}")
         return facts.decision(offer, price, f"{leads}: {sums}", go=True)
@@ -223,7 +224,7 @@ class CostPolicy:
             owners = np.array(balance_owners(situation.pages_n.tolist(), slots), dtype=np.int64)
             skew = skew_of(owners, situation.length_n, situation.ranks)
             offer = replace(offer, seconds=self._forecaster.seconds(offer.target, outlook, skew))
-        step_s = outlook.seconds / outlook.steps
+        step_s = facts.seconds / outlook.steps
         prices = []
         for method in WAYS:
             if offer.rebalance:
@@ -235,5 +236,5 @@ class CostPolicy:
                 received = max(kv + weights for kv, weights in zip(cost.kv_bytes, cost.weight_bytes, strict=True))
                 delay_s = max(cost.background_s, received / self._limits.copy_bytes * step_s)
             prices.append(_Price(method, cost.seconds, delay_s))
-        gain_s = max(0.0, outlook.seconds - offer.seconds) / outlook.seconds
+        gain_s = max(0.0, facts.seconds - offer.seconds) / facts.seconds
         return offer, min(prices, key=lambda price: price.seconds + gain_s * price.delay_s)

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from splash.core.capacity import page_slots
 from splash.core.layout import KV, Layout
 from splash.core.memory import ArenaGeometry
-from splash.scheduler.footprint import Footprint, received_weight_bytes
-
-Ints = npt.NDArray[np.int64]
+from splash.scheduler.footprint import received_weight_bytes
+from splash.scheduler.situation import Situation
 
 
 class Room:
@@ -46,30 +44,41 @@ class Room:
         copies = self._ranks if layout.kv is KV.REPLICATED else 1
         return pages * copies / max(1, self._total[layout])
 
-    def shortage(self, source: Layout, target: Layout, footprint: Footprint, largest: int) -> str:
-        """Why the pages of the running requests could not be held in `target` when coming from `source`, or "".
+    def shortage(self, situation: Situation, target: Layout) -> str:
+        """Why the pages of the running requests, with one each to grow by, could not go to `target`, or "".
 
-        Args:
-            footprint: their pages now.
-            largest: pages of the largest of them. Owners that are dealt out anew, the largest request first, end with
-                at most total / T + largest (1 - 1/T) pages on a rank (Graham, 1969).
+        Bounds that need only totals come first: pages by rank are counted where those leave it open. Owners that are
+        dealt out anew, the largest request first, end with at most total / T + largest (1 - 1/T) pages on a rank
+        (Graham, 1969).
         """
-        geometry, slots = self.geometry, self.slots_T[target]
-        if target.kv is KV.REQUEST and source.kv is not KV.REQUEST:
-            even = -(-footprint.total // self._ranks) + largest * (self._ranks - 1) // self._ranks
-            held = np.full(self._ranks, max(largest, min(even, footprint.total)))
+        source, ranks, fewest = situation.layout, self._ranks, self._fewest[target]
+        count, total = len(situation.running), situation.num_pages
+        if target.kv is KV.REPLICATED:
+            most = total
+        elif target.kv is KV.POSITION:
+            most = total // ranks + count  # each request has at most one page more on a rank than its share
+            if most > fewest:
+                most = int(situation.footprint.held(target).max())
+        elif source.kv is KV.REQUEST:
+            most = int(situation.footprint.owned_T.max())
         else:
-            held = footprint.held(target)
-        worst = int((held - slots).argmax())
-        if held[worst] > slots[worst]:
-            return f"running requests need {held[worst]} pages on a rank, which has {slots[worst]}"
-        # A switch copies into slots that are free on both sides, or else stages a layer at a time.
+            largest = situation.largest_running
+            most = max(largest, min(total, -(-total // ranks) + largest * (ranks - 1) // ranks))
+        if most > fewest:
+            return f"running requests need {most} pages on a rank, which has {fewest}"
+        return self._staging_shortage(situation, target, most)
+
+    def _staging_shortage(self, situation: Situation, target: Layout, most: int) -> str:
+        """A switch copies into slots that are free on both sides, or else stages a layer at a time."""
+        source, geometry = situation.layout, self.geometry
         weights = received_weight_bytes(geometry, source, target)
-        if int(held.max()) * geometry.slot_bytes + weights <= self._staging_bytes:
+        if most * geometry.slot_bytes + weights <= self._staging_bytes:
             return ""
+        footprint = situation.footprint
         received = int(footprint.received(source, target).max())
         staged = received * geometry.slot_bytes + weights
-        spare = int((np.minimum(self.slots_T[source], slots) - np.maximum(footprint.held(source), held)).min())
+        slots = min(self._fewest[source], self._fewest[target])
+        spare = slots - max(int(footprint.held(source).max()), most)
         if staged > self._staging_bytes and spare < received:
             return f"a switch would stage {staged} bytes a layer, and a rank has {self._staging_bytes}"
         return ""

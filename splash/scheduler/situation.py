@@ -83,17 +83,15 @@ class Situation:
         """int64 [n], tokens of prompt and output so far."""
         return self._columns[1]
 
-    @property
+    @cached_property
     def outputs_n(self) -> Ints:
         """int64 [n], output tokens so far."""
-        outputs: Ints = np.maximum(0, self._columns[1] - self._columns[2])
-        return outputs
+        return self._columns[1] - self._columns[2]
 
-    @property
+    @cached_property
     def allowed_n(self) -> Ints:
         """int64 [n], output tokens that may still come."""
-        allowed: Ints = np.maximum(1, self._columns[2] + self._columns[3] - self._columns[1])
-        return allowed
+        return self._columns[3] - self.outputs_n
 
     @property
     def owner_n(self) -> Ints:
@@ -114,6 +112,17 @@ class Situation:
         return min(1.0, sum(self.used_T) / unshared) if unshared else 1.0
 
     @cached_property
+    def num_pages(self) -> int:
+        """Pages of the running requests, shared ones counted once, and one for each to grow by."""
+        copies = self.ranks if self.layout.kv is KV.REPLICATED else 1
+        return sum(self.used_T) // copies + len(self.running)
+
+    @property
+    def largest_running(self) -> int:
+        """Pages of the largest running request, and one to grow by."""
+        return int(self.pages_n.max(initial=0)) + 1
+
+    @cached_property
     def footprint(self) -> Footprint:
         """The pages of the running requests with one to grow by; of shared ones, each has its share."""
         context = (self.length_n * self.page_share).astype(np.int64) + self.page_size
@@ -128,7 +137,7 @@ class Situation:
         """Pages of the running requests and of those that wait, of at most `most` requests in all."""
         admitted = min(self.num_waiting, max(0, most - len(self.running)))
         each = sum(-(-len(request.tokens) // self.page_size) for request in self.waiting) / max(1, len(self.waiting))
-        return self.footprint.total + round(admitted * each)
+        return self.num_pages + round(admitted * each)
 
     def largest_request(self) -> int:
         """Pages of the largest live request if it runs to its end."""

@@ -12,13 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from splash.core.layout import KV, Layout
+from splash.core.layout import Layout
 from splash.scheduler.cost_model import CostModel
 from splash.scheduler.load import StepLoad
 
 GRID = 1.05  # ratio of neighbours on the grid
 _EXACT = 20  # counts up to this are their own
 _LOG_GRID = math.log(GRID)
+COARSE = 1.25
+_LOG_COARSE = math.log(COARSE)
 REMEMBERED = 1 << 14  # shapes of a layout
 
 
@@ -55,21 +57,16 @@ class StepTimes:
     def __init__(self, model: CostModel, layout: Layout) -> None:
         self._model = model
         self._layout = layout
-        self._has_owners = layout.kv is KV.REQUEST
         self._seconds: dict[Shape, float] = {}
 
     def seconds(self, shape: Shape) -> float:
-        """A step of about that shape."""
-        singles, context, top_singles, top_context, chunks, rows, start = map(on_grid, shape)
-        even = -(-singles // self._model.ranks)
-        top_singles = min(singles, max(even, top_singles)) if self._has_owners else even
-        about = Shape(singles, context, top_singles, top_context if self._has_owners else context, chunks, rows, start)
-        seconds = self._seconds.get(about)
+        """A step of that shape, whose numbers are on the grid."""
+        seconds = self._seconds.get(shape)
         if seconds is None:
             if len(self._seconds) >= REMEMBERED:
                 self._seconds.clear()
-            load = load_of(about, self._model.ranks, self._model.page_size)
-            seconds = self._seconds[about] = self._model.step(self._layout, load).seconds
+            load = load_of(shape, self._model.ranks, self._model.page_size)
+            seconds = self._seconds[shape] = self._model.step(self._layout, load).seconds
         return seconds
 
 
@@ -77,6 +74,12 @@ class StepTimes:
 def on_grid(value: int) -> int:
     """The nearest number of the grid."""
     return value if value <= _EXACT else round(GRID ** round(math.log(value) / _LOG_GRID))
+
+
+@lru_cache(1 << 12)
+def on_coarse_grid(value: int) -> int:
+    """The nearest of few numbers, for what all layouts feel alike, or less than their differences."""
+    return value if value <= 2 else round(COARSE ** round(math.log(value) / _LOG_COARSE))
 
 
 def load_of(shape: Shape, ranks: int, page_size: int) -> StepLoad:

@@ -93,8 +93,7 @@ class ThresholdPolicy:
         if target not in room.layouts:
             return "the ranks do not divide the heads"
         if target != situation.layout:
-            largest = int(situation.pages_n.max(initial=0))
-            if shortage := room.shortage(situation.layout, target, situation.footprint, largest):
+            if shortage := room.shortage(situation, target):
                 return shortage
             if not room.fits_alone(target, pages := situation.largest_request()):
                 return f"a live request may grow to {pages} pages"
