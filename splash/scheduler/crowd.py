@@ -7,6 +7,7 @@ replaced from the queue; arrivals add what Little's law says, rate times the tim
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import numpy as np
 from splash.scheduler.situation import Situation
 from splash.scheduler.traffic import Arrivals, Floats, Outputs
 
+FEW_PROMPTS = 16  # too few to say how uneven prompts are
 _HALVINGS = 12  # of the horizon, at most, to find where half of the load has gone
 
 
@@ -32,6 +34,20 @@ class Phase(NamedTuple):
     kept: float
 
 
+class Prompts(NamedTuple):
+    """Prompts that are to be computed.
+
+    Attributes:
+        rows: tokens left.
+        requests: how many prompts.
+        position: where the rows are, on average.
+    """
+
+    rows: float
+    requests: float
+    position: float
+
+
 @dataclass(frozen=True)
 class Crowd:
     """The requests that are there and that are expected, in numbers that change as steps go by.
@@ -43,6 +59,8 @@ class Crowd:
         rows_left, start: rows of those prompts, and where on average they are to be computed.
         queue, prompt: waiting requests, and their mean tokens.
         rate, arriving: arrivals a second, and their mean tokens.
+        lasting_s: how long more they are expected.
+        prompts: tokens of some prompts, waiting or else of late.
         output: tokens that a new request is expected to generate.
         most: requests that may run at once.
     """
@@ -57,6 +75,8 @@ class Crowd:
     prompt: float
     rate: float
     arriving: float
+    lasting_s: float
+    prompts: Sequence[int]
     output: float
     most: int
 
@@ -84,6 +104,8 @@ class Crowd:
             prompt=sum(waiting) / len(waiting) if waiting else arrivals.prompt_tokens,
             rate=arrivals.rate(situation.now),
             arriving=arrivals.prompt_tokens,
+            lasting_s=arrivals.lasting_s(situation.now),
+            prompts=waiting if len(waiting) >= FEW_PROMPTS else waiting + arrivals.prompts,
             output=min(new, sum(allowed) / len(allowed)) if allowed else new,
             most=most,
         )
@@ -110,7 +132,12 @@ class Crowd:
         """After so many steps: (those admitted now that are left, those that replaced others, arrivals that run)."""
         admitted, gone = self.wanted - self.running, 1 - math.exp(-steps / self.output)
         ended = self.running - left + admitted * gone
-        return admitted * (1 - gone), min(self.queue - admitted, ended), self.rate * step_s * self.output * gone
+        arrived = 0.0
+        if self.rate and step_s:
+            while_they_come = min(steps, self.lasting_s / step_s)
+            arrived = 1 - math.exp(-while_they_come / self.output)
+            arrived *= self.rate * step_s * self.output * math.exp((while_they_come - steps) / self.output)
+        return admitted * (1 - gone), min(self.queue - admitted, ended), arrived
 
     def _requests(self, steps: float, step_s: float) -> float:
         left, _ = self._survivors(steps)
@@ -133,13 +160,20 @@ class Crowd:
         tokens += (admitted + replaced) * (self.prompt + grown) + arrived * (self.arriving + grown)
         return Phase(min(float(self.most), there), tokens / max(there, 1e-9), left / max(there, 1e-9))
 
-    def prefill(self, steps: float, step_s: float) -> tuple[float, float, float]:
-        """(rows, requests, mean position) of the prompts that are to be prefilled in so many steps."""
+    def backlog(self) -> Prompts:
+        """The prompts that can be computed together at once: those of running requests and of those admitted now."""
+        admitted = self.wanted - self.running
+        rows = self.rows_left + admitted * self.prompt
+        position = (self.rows_left * self.start + admitted * self.prompt**2 / 2) / max(1.0, rows)
+        return Prompts(rows, self.prefilling + admitted, position)
+
+    def stream(self, steps: float, step_s: float) -> Prompts:
+        """The prompts that come one by one in so many steps: replacements, and arrivals that need not queue."""
         left, _ = self._survivors(steps)
-        from_queue = self.wanted - self.running + self._newcomers(steps, step_s, left)[1]
-        arrived = self.rate * step_s * steps if self.queue <= from_queue else 0.0  # else they queue behind others
-        rows = self.rows_left + from_queue * self.prompt + arrived * self.arriving
-        if not rows:
-            return 0.0, 0.0, 0.0
-        position = self.rows_left * self.start + from_queue * self.prompt**2 / 2 + arrived * self.arriving**2 / 2
-        return rows, self.prefilling + from_queue + arrived, position / rows
+        replaced = self._newcomers(steps, step_s, left)[1]
+        arrived = 0.0
+        if self.queue <= self.wanted - self.running + replaced:
+            arrived = self.rate * min(step_s * steps, self.lasting_s)
+        rows = replaced * self.prompt + arrived * self.arriving
+        position = (replaced * self.prompt**2 + arrived * self.arriving**2) / 2 / max(1.0, rows)
+        return Prompts(rows, replaced + arrived, position)

@@ -5,7 +5,8 @@ known and expected until the load has changed by half, or the horizon is reached
 
 - decode steps, half of them with the requests that are wanted at its begin, half with those at its end
   (`splash.scheduler.crowd`);
-- the rows of prompts that are to be prefilled meanwhile, in chunks beside decodes.
+- the rows of prompts that are to be prefilled meanwhile, in chunks beside decodes: those that are there, as many at a
+  time as a step has rows for, and those that come, as they come; as uneven as prompts are.
 
 A layout whose memory holds only n of the N requests that are wanted serves them in N / n waves of the smaller batch:
 
@@ -17,8 +18,8 @@ which compares the throughput of layouts with the admission that each allows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -66,15 +67,34 @@ class Prefill:
 
     Attributes:
         steps: of them.
-        chunks, rows, start: chunks of a step, rows of each, and positions before it.
+        chunks, rows, start: chunks of a step, rows of each on average, and positions before it.
+        top_rows: rows of each on the busiest rank.
         decoding: requests that decode beside them.
     """
 
-    steps: float = 0.0
-    chunks: int = 0
-    rows: int = 0
-    start: int = 0
-    decoding: float = 0.0
+    steps: float
+    chunks: int
+    rows: int
+    start: int
+    top_rows: int
+    decoding: float
+
+
+def unevenness(lengths: Sequence[int], chunks: int, ranks: int) -> float:
+    """Rows on the busiest rank over those that it would have if prompts were equal, averaged over steps.
+
+    Args:
+        lengths: of some prompts, in the order in which they are computed.
+        chunks: prompts a step, which go to the ranks in turn.
+        ranks: T.
+    """
+    steps = len(lengths) // chunks
+    if not steps:
+        return 1.0
+    rows = np.zeros((steps, -(-chunks // ranks) * ranks))
+    rows[:, :chunks] = np.asarray(lengths[: steps * chunks], dtype=np.float64).reshape(steps, chunks)
+    busiest = rows.reshape(steps, -1, ranks).sum(axis=1).max(axis=1).sum()
+    return float(busiest / (rows.sum() / chunks * -(-chunks // ranks)))
 
 
 class Shapes:
@@ -118,7 +138,7 @@ class Outlook:
     Attributes:
         first, last: the batch at its begin and at its end.
         decode_steps: that each request takes, half of them in either batch.
-        prefill: steps that carry chunks as well.
+        prefills: steps that carry chunks as well, of the backlog and of what comes.
         page_share: pages of requests over those that they would hold if none were shared.
         skew: of the owners now.
         shapes: of its steps.
@@ -127,7 +147,7 @@ class Outlook:
     first: Phase
     last: Phase
     decode_steps: float
-    prefill: Prefill
+    prefills: tuple[Prefill, ...]
     page_share: float
     skew: Skew
     shapes: Shapes
@@ -135,7 +155,7 @@ class Outlook:
     @property
     def steps(self) -> float:
         """Steps that it takes where all that is wanted fits."""
-        return max(self.prefill.steps, self.decode_steps)
+        return max(sum(prefill.steps for prefill in self.prefills), self.decode_steps)
 
 
 @dataclass(frozen=True)
@@ -181,20 +201,19 @@ class Forecaster:
         decode = lane.times.seconds(shapes.of(first, round(batch), lane.has_owners, skew))
         step_s = first.requests / batch * decode
         steps = crowd.steps_to_half(self._horizon_s / step_s, step_s)
-        prefill, prefill_s = self._chunks(crowd, steps, step_s), 0.0
-        if prefill.steps:
-            prefill_s = self._prefill(lane, prefill, shapes, first, batch, covered=0.0)
-            if prefill_s > self._horizon_s:
-                shortened = prefill.steps * self._horizon_s / prefill_s
-                prefill = Prefill(shortened, prefill.chunks, prefill.rows, prefill.start, prefill.decoding)
-                prefill_s = self._horizon_s
+        prefills = self._prefills(crowd, steps, step_s)
+        prefill_s = sum(self._prefill(lane, prefill, shapes, first, batch, covered=0.0) for prefill in prefills)
+        if prefill_s > self._horizon_s:
+            prefills = [replace(each, steps=each.steps * self._horizon_s / prefill_s) for each in prefills]
+            prefill_s = self._horizon_s
         # Decodes go on beside chunks, and by themselves for what is left of the horizon.
-        steps = min(steps, prefill.steps + max(0.0, self._horizon_s - prefill_s) / step_s)
+        alone = max(0.0, self._horizon_s - prefill_s) / step_s
+        steps = min(steps, sum(prefill.steps for prefill in prefills) + alone)
         return Outlook(
             first=first,
             last=crowd.later(steps, step_s),
             decode_steps=steps,
-            prefill=prefill,
+            prefills=tuple(prefills),
             page_share=share,
             skew=skew,
             shapes=shapes,
@@ -209,21 +228,26 @@ class Forecaster:
             shape = outlook.shapes.of(phase, round(batch), lane.has_owners, skew)
             seconds += waves * lane.times.seconds(shape)
             steps += waves
-        if outlook.prefill.steps:
-            seconds += self._prefill(lane, outlook.prefill, outlook.shapes, outlook.first, batch, steps)
+        for prefill in outlook.prefills:
+            seconds += self._prefill(lane, prefill, outlook.shapes, outlook.first, batch, steps)
+            steps = max(0.0, steps - prefill.steps)
         return seconds
 
-    def _chunks(self, crowd: Crowd, steps: float, step_s: float) -> Prefill:
+    def _prefills(self, crowd: Crowd, steps: float, step_s: float) -> list[Prefill]:
         """The prefill steps beside so many decode steps. Prompts are computed one after another."""
-        rows, pending, position = crowd.prefill(steps, step_s)
-        if rows < 1:
-            return Prefill()
-        decoding = (crowd.decoding + crowd.wanted) / 2
-        budget, each = max(2.0, self._max_rows - decoding), max(2.0, rows / pending)
-        chunks = on_coarse_grid(max(1, min(math.ceil(pending), math.ceil(budget / each))))
-        chunk_rows = on_coarse_grid(max(2, round(min(each, budget / chunks))))
-        start = on_coarse_grid(max(0, round(position - chunk_rows / 2)))
-        return Prefill(rows / (chunks * chunk_rows), chunks, chunk_rows, start, decoding)
+        backlog, stream = crowd.backlog(), crowd.stream(steps, step_s)
+        prefills = []
+        for prompts, at_once in ((backlog, backlog.requests), (stream, max(1.0, stream.requests / steps))):
+            if prompts.rows < 1:
+                continue
+            decoding = (crowd.decoding + crowd.wanted) / 2 if prompts is backlog else crowd.wanted
+            budget, each = max(2.0, self._max_rows - decoding), max(2.0, prompts.rows / prompts.requests)
+            chunks = on_coarse_grid(max(1, min(math.ceil(at_once), math.ceil(budget / each))))
+            rows = on_coarse_grid(max(2, round(min(each, budget / chunks))))
+            start = on_coarse_grid(max(0, round(prompts.position - rows / 2)))
+            top = on_coarse_grid(round(rows * unevenness(crowd.prompts, chunks, self._ranks))) if chunks > 1 else rows
+            prefills.append(Prefill(prompts.rows / (chunks * rows), chunks, rows, start, top, decoding))
+        return prefills
 
     def _batch(self, lane: _Lane, phase: Phase, share: float) -> float:
         """Requests of a phase that run at once in a layout. Those that run now do fit."""
@@ -243,6 +267,7 @@ class Forecaster:
             prefill.chunks,
             prefill.rows,
             prefill.start,
+            prefill.top_rows,
         )
         seconds = prefill.steps * lane.times.seconds(mixed)
         return seconds - min(prefill.steps, covered) * lane.times.seconds(alone)

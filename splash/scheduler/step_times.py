@@ -35,6 +35,7 @@ class Shape(NamedTuple):
         chunks: chunks of prefills, dealt out to the ranks in turn.
         rows: query rows of a chunk.
         start: positions before a chunk.
+        top_rows: rows of a chunk on the busiest rank, where `rows` is the average.
     """
 
     singles: int
@@ -44,6 +45,7 @@ class Shape(NamedTuple):
     chunks: int = 0
     rows: int = 0
     start: int = 0
+    top_rows: int = 0
 
 
 class StepTimes:
@@ -97,9 +99,13 @@ def load_of(shape: Shape, ranks: int, page_size: int) -> StepLoad:
     if rest:
         owner[shape.top_singles :] = 1 + np.arange(rest) % (ranks - 1)
     chunks = np.arange(shape.chunks)
+    on_top = chunks % ranks == 0
+    num_top = int(on_top.sum())
+    others = max(2, (shape.rows * shape.chunks - shape.top_rows * num_top) // max(1, shape.chunks - num_top))
+    rows = np.where(on_top, max(2, shape.top_rows), others)
     return StepLoad.of_arrays(
         np.concatenate((owner, chunks % ranks)),
-        np.concatenate((np.ones(shape.singles, dtype=np.int64), np.full(shape.chunks, shape.rows))),
+        np.concatenate((np.ones(shape.singles, dtype=np.int64), rows)),
         np.concatenate((np.maximum(context, 1) - 1, np.full(shape.chunks, shape.start))),
         ranks,
         shape.singles,

@@ -13,6 +13,7 @@ Pareto tail of index 2).
 from __future__ import annotations
 
 import math
+from collections import deque
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,8 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 WINDOW_S = 10.0  # arrivals count for about so long
-PROMPTS = 64  # prompts count for about so many arrivals
+PROMPTS = 64  # prompts that are remembered
+LULL = 10.0  # a gap of so many mean gaps ends a run of arrivals
 OUTPUTS = 1000  # outputs count for about so many finished requests
 UNKNOWN_TOKENS = 256.0  # of an output when none has been seen
 STALE = 8  # an estimate of output lengths is asked so often before it is made anew
@@ -33,21 +35,26 @@ _WIDTHS = np.diff(_EDGES)
 
 
 class Arrivals:
-    """Rate and prompt lengths of arrivals: exponentially weighted, by time and by number."""
+    """Rate and prompt lengths of arrivals: exponentially weighted by time, and the last ones."""
 
     def __init__(self) -> None:
         self._count = 0.0  # arrivals, each worth less the longer ago it was
+        self._first_s = 0.0  # of those that come one after another now
         self._last_s = 0.0
-        self._prompts = 0.0
-        self._prompt_tokens = 0.0
+        self._prompts: deque[int] = deque(maxlen=PROMPTS)
+        self._sum = 0
 
     def add(self, now: float, num_prompt_tokens: int) -> None:
         """A request of so many prompt tokens came at `now` seconds."""
-        self._count = self._count * math.exp((self._last_s - now) / WINDOW_S) + 1.0
+        silence = now - self._last_s
+        if silence * self._count > LULL * WINDOW_S or not self._count:
+            self._first_s = now
+        self._count = self._count * math.exp(-silence / WINDOW_S) + 1.0
         self._last_s = now
-        keep = 1 - 1 / PROMPTS
-        self._prompts = self._prompts * keep + 1.0
-        self._prompt_tokens = self._prompt_tokens * keep + num_prompt_tokens
+        if len(self._prompts) == PROMPTS:
+            self._sum -= self._prompts[0]
+        self._prompts.append(num_prompt_tokens)
+        self._sum += num_prompt_tokens
 
     def rate(self, now: float) -> float:
         """Requests a second, as of `now`. A silence that the rate does not explain lowers it at once: bursts end."""
@@ -57,10 +64,19 @@ class Arrivals:
         rate = self._count * math.exp(-silence / WINDOW_S) / WINDOW_S
         return min(rate, GAPS / silence) if silence > 0 else rate
 
+    def lasting_s(self, now: float) -> float:
+        """For how long requests have been coming without a lull, which is for how long more they are expected to."""
+        return now - self._first_s if self._count else 0.0
+
+    @property
+    def prompts(self) -> list[int]:
+        """Tokens of the last prompts, oldest first."""
+        return list(self._prompts)
+
     @property
     def prompt_tokens(self) -> float:
-        """Mean tokens a prompt; 0 where none has come."""
-        return self._prompt_tokens / self._prompts if self._prompts else 0.0
+        """Mean tokens of the last prompts; 0 where none has come."""
+        return self._sum / len(self._prompts) if self._prompts else 0.0
 
 
 class Outputs:
