@@ -41,6 +41,9 @@ def situation(
     ranks: int = 8,
     page_size: int = 64,
     num_waiting: int | None = None,
+    idle_pages: int = 0,
+    num_queried: int = 0,
+    num_hit: int = 0,
 ) -> Situation:
     """A situation in which no page is shared."""
     pages = sum(-(-len(each.tokens) // page_size) for each in running)
@@ -54,6 +57,9 @@ def situation(
         waiting=waiting[:FIRST_WAITING],
         num_waiting=len(waiting) if num_waiting is None else num_waiting,
         used_T=used,
+        idle_T=[idle_pages] * ranks,
+        num_queried=num_queried,
+        num_hit=num_hit,
         live=lambda: [*running, *waiting],
     )
 

@@ -132,6 +132,7 @@ class CostPolicy:
         """See `Policy`."""
         if not (situation.running or situation.num_waiting) or not self._restraint.is_due(situation.now):
             return None
+        self._arrivals.found(situation.num_queried, situation.num_hit)
         outlook = self._forecaster.look(situation, self._arrivals, self._outputs)
         seconds = self._forecaster.seconds(situation.layout, outlook, outlook.skew)
         offers, infeasible = self._offers(situation, outlook)
@@ -224,6 +225,8 @@ class CostPolicy:
             owners = np.array(balance_owners(situation.pages_n.tolist(), slots), dtype=np.int64)
             skew = skew_of(owners, situation.length_n, situation.ranks)
             offer = replace(offer, seconds=self._forecaster.seconds(offer.target, outlook, skew))
+        lost = 0 if offer.rebalance else situation.idle_tokens_lost(offer.target)
+        recompute_s = self._forecaster.recompute_s(offer.target, outlook, lost)
         step_s = facts.seconds / outlook.steps
         prices = []
         for method in WAYS:
@@ -235,6 +238,6 @@ class CostPolicy:
             if cost.background_s:
                 received = max(kv + weights for kv, weights in zip(cost.kv_bytes, cost.weight_bytes, strict=True))
                 delay_s = max(cost.background_s, received / self._limits.copy_bytes * step_s)
-            prices.append(_Price(method, cost.seconds, delay_s))
+            prices.append(_Price(method, cost.seconds + recompute_s, delay_s))
         gain_s = max(0.0, facts.seconds - offer.seconds) / facts.seconds
         return offer, min(prices, key=lambda price: price.seconds + gain_s * price.delay_s)

@@ -60,6 +60,7 @@ class Crowd:
         queue, prompt: waiting requests, and their mean tokens.
         rate, arriving: arrivals a second, and their mean tokens.
         lasting_s: how long more they are expected.
+        found: share of a prompt that need not be computed, since it is in the prefix cache.
         prompts: tokens of some prompts, waiting or else of late.
         output: tokens that a new request is expected to generate.
         most: requests that may run at once.
@@ -76,6 +77,7 @@ class Crowd:
     rate: float
     arriving: float
     lasting_s: float
+    found: float
     prompts: Sequence[int]
     output: float
     most: int
@@ -105,6 +107,7 @@ class Crowd:
             rate=arrivals.rate(situation.now),
             arriving=arrivals.prompt_tokens,
             lasting_s=arrivals.lasting_s(situation.now),
+            found=arrivals.found_share,
             prompts=waiting if len(waiting) >= FEW_PROMPTS else waiting + arrivals.prompts,
             output=min(new, sum(allowed) / len(allowed)) if allowed else new,
             most=most,
@@ -163,9 +166,13 @@ class Crowd:
     def backlog(self) -> Prompts:
         """The prompts that can be computed together at once: those of running requests and of those admitted now."""
         admitted = self.wanted - self.running
-        rows = self.rows_left + admitted * self.prompt
-        position = (self.rows_left * self.start + admitted * self.prompt**2 / 2) / max(1.0, rows)
-        return Prompts(rows, self.prefilling + admitted, position)
+        rows = self.rows_left + admitted * self.prompt * (1 - self.found)
+        position = self.rows_left * self.start + admitted * self._positions(self.prompt)
+        return Prompts(rows, self.prefilling + admitted, position / max(1.0, rows))
+
+    def _positions(self, tokens: float) -> float:
+        """The sum of the positions of the rows of a prompt that are computed: those behind what is found."""
+        return tokens**2 * (1 - self.found**2) / 2
 
     def stream(self, steps: float, step_s: float) -> Prompts:
         """The prompts that come one by one in so many steps: replacements, and arrivals that need not queue."""
@@ -174,6 +181,12 @@ class Crowd:
         arrived = 0.0
         if self.queue <= self.wanted - self.running + replaced:
             arrived = self.rate * min(step_s * steps, self.lasting_s)
-        rows = replaced * self.prompt + arrived * self.arriving
-        position = (replaced * self.prompt**2 + arrived * self.arriving**2) / 2 / max(1.0, rows)
-        return Prompts(rows, replaced + arrived, position)
+        rows = (replaced * self.prompt + arrived * self.arriving) * (1 - self.found)
+        position = replaced * self._positions(self.prompt) + arrived * self._positions(self.arriving)
+        return Prompts(rows, replaced + arrived, position / max(1.0, rows))
+
+    def found_tokens(self, steps: float, step_s: float) -> float:
+        """Tokens of the prompts that are expected in so many steps that are found in the cache."""
+        stream = self.stream(steps, step_s)
+        there = (self.wanted - self.running) * self.prompt * self.found
+        return there + stream.rows * self.found / max(1e-3, 1 - self.found)

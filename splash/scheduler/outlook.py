@@ -139,6 +139,7 @@ class Outlook:
         first, last: the batch at its begin and at its end.
         decode_steps: that each request takes, half of them in either batch.
         prefills: steps that carry chunks as well, of the backlog and of what comes.
+        found_tokens: of its prompts, that need not be computed as long as the prefix cache has them.
         page_share: pages of requests over those that they would hold if none were shared.
         skew: of the owners now.
         shapes: of its steps.
@@ -148,6 +149,7 @@ class Outlook:
     last: Phase
     decode_steps: float
     prefills: tuple[Prefill, ...]
+    found_tokens: float
     page_share: float
     skew: Skew
     shapes: Shapes
@@ -214,6 +216,7 @@ class Forecaster:
             last=crowd.later(steps, step_s),
             decode_steps=steps,
             prefills=tuple(prefills),
+            found_tokens=crowd.found_tokens(steps, step_s),
             page_share=share,
             skew=skew,
             shapes=shapes,
@@ -232,6 +235,16 @@ class Forecaster:
             seconds += self._prefill(lane, prefill, outlook.shapes, outlook.first, batch, steps)
             steps = max(0.0, steps - prefill.steps)
         return seconds
+
+    def recompute_s(self, layout: Layout, outlook: Outlook, tokens: int) -> float:
+        """Seconds to compute, in `layout`, what of the outlook's prompts would have been found in `tokens` of cache."""
+        lost, lane = min(float(tokens), outlook.found_tokens), self._lanes[layout]
+        if not (lost and outlook.prefills):
+            return 0.0
+        batch = self._batch(lane, outlook.first, outlook.page_share)
+        prefill = outlook.prefills[-1]
+        seconds = self._prefill(lane, prefill, outlook.shapes, outlook.first, batch, prefill.steps)
+        return seconds * lost / (prefill.steps * prefill.chunks * prefill.rows)
 
     def _prefills(self, crowd: Crowd, steps: float, step_s: float) -> list[Prefill]:
         """The prefill steps beside so many decode steps. Prompts are computed one after another."""

@@ -33,6 +33,8 @@ class Situation:
         waiting: the first of those that hold none, at most about `FIRST_WAITING`.
         num_waiting: how many wait in all.
         used_T: by rank, pages that requests hold now, shared ones counted once.
+        idle_T: by rank, pages that no request holds but a request may find in the cache.
+        num_queried, num_hit: tokens of prompts that were looked for in the cache so far, and those found.
         live: all live requests, asked for only when a switch is about to be proposed.
     """
 
@@ -44,6 +46,9 @@ class Situation:
     waiting: Sequence[Request]
     num_waiting: int
     used_T: Sequence[int]
+    idle_T: Sequence[int]
+    num_queried: int
+    num_hit: int
     live: Callable[[], Iterable[Request]]
 
     @classmethod
@@ -59,6 +64,9 @@ class Situation:
             waiting=scheduler.first_waiting(FIRST_WAITING),
             num_waiting=scheduler.num_waiting,
             used_T=[total - free for total, free in zip(pool.num_total, pool.num_free, strict=True)],
+            idle_T=pool.num_idle,
+            num_queried=scheduler.num_queried,
+            num_hit=scheduler.num_hit,
             live=lambda: scheduler.requests,
         )
 
@@ -116,6 +124,15 @@ class Situation:
         """Pages of the running requests, shared ones counted once, and one for each to grow by."""
         copies = self.ranks if self.layout.kv is KV.REPLICATED else 1
         return sum(self.used_T) // copies + len(self.running)
+
+    def idle_tokens_lost(self, target: Layout) -> int:
+        """Tokens that could be found in the cache and cannot after a switch: idle pages do not move.
+
+        They stay where the target keeps pages as the source does, or where every rank has them all.
+        """
+        if self.layout.kv in (target.kv, KV.REPLICATED):
+            return 0
+        return sum(self.idle_T) * self.page_size
 
     @property
     def largest_running(self) -> int:

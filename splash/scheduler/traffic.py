@@ -43,6 +43,9 @@ class Arrivals:
         self._last_s = 0.0
         self._prompts: deque[int] = deque(maxlen=PROMPTS)
         self._sum = 0
+        self._looked_up = (0, 0)  # tokens looked for and found, in all
+        self._queried = 0.0  # the same, older ones worth less
+        self._hit = 0.0
 
     def add(self, now: float, num_prompt_tokens: int) -> None:
         """A request of so many prompt tokens came at `now` seconds."""
@@ -67,6 +70,20 @@ class Arrivals:
     def lasting_s(self, now: float) -> float:
         """For how long requests have been coming without a lull, which is for how long more they are expected to."""
         return now - self._first_s if self._count else 0.0
+
+    def found(self, num_queried: int, num_hit: int) -> None:
+        """So many tokens of prompts have been looked for in the prefix cache so far, and so many found."""
+        queried, hit = num_queried - self._looked_up[0], num_hit - self._looked_up[1]
+        if queried:
+            self._looked_up = (num_queried, num_hit)
+            keep = math.exp(-queried / (PROMPTS * max(1.0, self.prompt_tokens)))
+            self._queried = self._queried * keep + queried
+            self._hit = self._hit * keep + hit
+
+    @property
+    def found_share(self) -> float:
+        """Share of a prompt's tokens that is found in the prefix cache."""
+        return min(1.0, max(0.0, self._hit / self._queried)) if self._queried > 0 else 0.0
 
     @property
     def prompts(self) -> list[int]:

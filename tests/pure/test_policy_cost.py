@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splash.core.decision import Decision
-from splash.core.layout import DOP, DP, KV, LAYOUTS, TP, Layout
+from splash.core.layout import DCP, DOP, DP, KV, LAYOUTS, TP, Layout
 from splash.core.memory import ArenaGeometry
 from splash.scheduler.cost_model import CostModel
 from splash.scheduler.cost_policy import CostPolicy
@@ -205,6 +205,23 @@ def test_a_switch_that_the_rest_of_the_work_does_not_pay_for_is_left() -> None:
     ended = Drive(cost_policy(), DP)
     last = ended.settle([request(i, i, 1000, 500, max_tokens=501) for i in range(2)])
     assert last.horizon_s is not None and last.horizon_s < 0.1
+
+
+def test_losing_what_the_prefix_cache_would_have_found_counts_as_cost() -> None:
+    """From dcp to tp idle pages are dropped; from tp to dp they stay."""
+
+    def cost(start: Layout, running: list[Request], idle_pages: int) -> float:
+        policy = cost_policy(settle_s=0, margin=0)
+        for tick in range(20):
+            policy.arrived(tick / 10, 4000)
+        load = situation(2.0, start, running, idle_pages=idle_pages, num_queried=100_000, num_hit=80_000)
+        decision = policy.decide(load)
+        assert decision is not None and decision.cost_s is not None
+        return decision.cost_s
+
+    few, many = decoding(4, 4000), decoding(300, 2000)
+    assert cost(DCP, few, 5000) > 2 * cost(DCP, few, 0)
+    assert cost(TP, many, 5000) == cost(TP, many, 0)
 
 
 def test_a_pause_follows_a_switch_and_longer_ones_follow_vain_tries() -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from splash.scheduler.outlook import unevenness
 from splash.scheduler.traffic import UNKNOWN_TOKENS, WINDOW_S, Arrivals, Outputs
 
 
@@ -73,6 +74,36 @@ def test_the_rate_of_steady_arrivals_is_found() -> None:
         arrivals.add(now, 700)
     assert arrivals.rate(now) == pytest.approx(20, rel=0.25)
     assert arrivals.prompt_tokens == pytest.approx(700)
+
+
+def test_arrivals_are_expected_for_as_long_as_they_have_come() -> None:
+    arrivals = Arrivals()
+    assert arrivals.lasting_s(3.0) == 0
+    for tick in range(50):
+        arrivals.add(10 + tick / 10, 100)
+    assert arrivals.lasting_s(15.0) == pytest.approx(5.0)
+    arrivals.add(90.0, 100)  # after a lull
+    assert arrivals.lasting_s(91.0) == pytest.approx(1.0)
+
+
+def test_the_share_of_prompts_that_is_found_follows_the_last_ones() -> None:
+    arrivals, queried, hit = Arrivals(), 0, 0
+    assert arrivals.found_share == 0
+    for turn in range(400):
+        arrivals.add(float(turn), 1000)
+        queried, hit = queried + 1000, hit + (900 if turn >= 200 else 100)
+        arrivals.found(queried, hit)
+        arrivals.found(queried, hit)  # asked again, nothing new
+        if turn == 199:
+            assert arrivals.found_share == pytest.approx(0.1)
+    assert arrivals.found_share == pytest.approx(0.9, abs=0.05)
+
+
+def test_unevenness_is_the_rows_of_the_busiest_rank_over_those_of_equal_prompts() -> None:
+    assert unevenness([100] * 64, 8, 8) == unevenness([100] * 64, 12, 8) == pytest.approx(1)
+    assert unevenness([100, 300] * 32, 2, 8) == pytest.approx(1.5)  # 300 where equal prompts would be 200
+    assert unevenness([1, 3, 1, 1], 4, 2) == pytest.approx(4 / 3)  # 2 and 4 rows where equal ones would be 3
+    assert unevenness([100], 8, 8) == 1  # too few to tell
 
 
 def test_a_burst_is_no_rate_once_it_is_over() -> None:
