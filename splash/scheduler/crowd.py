@@ -7,8 +7,7 @@ replaced from the queue; arrivals add what Little's law says, rate times the tim
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +15,6 @@ import numpy as np
 from splash.scheduler.situation import Situation
 from splash.scheduler.traffic import Arrivals, Floats, Outputs
 
-FEW_PROMPTS = 16  # too few to say how uneven prompts are
 _HALVINGS = 12  # of the horizon, at most, to find where half of the load has gone
 
 
@@ -61,7 +59,6 @@ class Crowd:
         rate, arriving: arrivals a second, and their mean tokens.
         lasting_s: how long more they are expected.
         found: share of a prompt that need not be computed, since it is in the prefix cache.
-        prompts: tokens of some prompts, waiting or else of late.
         output: tokens that a new request is expected to generate.
         most: requests that may run at once.
     """
@@ -78,23 +75,22 @@ class Crowd:
     arriving: float
     lasting_s: float
     found: float
-    prompts: Sequence[int]
     output: float
     most: int
+    _known: dict[float, tuple[float, float]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, situation: Situation, arrivals: Arrivals, outputs: Outputs, most: int) -> Crowd:
         """The crowd of a situation, with what traffic has been like, where at most `most` run at once."""
         expected, new = outputs.remaining(situation.outputs_n)
         left = situation.length_n - situation.computed_n
-        is_prefill = left > 1
-        rows_left = float(left[is_prefill].sum())
-        start = 0.0
-        if rows_left:
+        prefilling, rows_left, start = 0, 0.0, 0.0
+        if int(left.max(initial=0)) > 1:
+            is_prefill = left > 1
+            prefilling, rows_left = int(np.count_nonzero(is_prefill)), float(left[is_prefill].sum())
             start = float((left * (situation.computed_n + left / 2))[is_prefill].sum()) / rows_left
         waiting = [len(request.tokens) for request in situation.waiting]
         allowed = [request.max_tokens for request in situation.waiting]
-        prefilling = int(np.count_nonzero(is_prefill))
         return cls(
             remaining_n=np.minimum(expected, situation.allowed_n),
             tokens_n=situation.length_n.astype(np.float64),
@@ -108,7 +104,6 @@ class Crowd:
             arriving=arrivals.prompt_tokens,
             lasting_s=arrivals.lasting_s(situation.now),
             found=arrivals.found_share,
-            prompts=waiting if len(waiting) >= FEW_PROMPTS else waiting + arrivals.prompts,
             output=min(new, sum(allowed) / len(allowed)) if allowed else new,
             most=most,
         )
@@ -125,11 +120,12 @@ class Crowd:
 
     def _survivors(self, steps: float) -> tuple[float, float]:
         """(running requests left after so many steps, their tokens then)."""
-        if not steps:
-            return float(self.running), float(self.tokens_n.sum())
-        alive_n = np.exp(steps / -self.remaining_n)
-        left = float(alive_n.sum())
-        return left, float(alive_n @ self.tokens_n) + left * steps
+        known = self._known.get(steps)
+        if known is None:
+            alive_n = np.exp(steps / -self.remaining_n)
+            left = float(alive_n.sum())
+            known = self._known[steps] = left, float(alive_n @ self.tokens_n) + left * steps
+        return known
 
     def _newcomers(self, steps: float, step_s: float, left: float) -> tuple[float, float, float]:
         """After so many steps: (those admitted now that are left, those that replaced others, arrivals that run)."""

@@ -18,7 +18,7 @@ which compares the throughput of layouts with the admission that each allows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,7 +28,7 @@ from splash.scheduler.cost_model import CostModel
 from splash.scheduler.crowd import Crowd, Phase
 from splash.scheduler.room import Room
 from splash.scheduler.situation import Ints, Situation
-from splash.scheduler.step_times import Shape, StepTimes, on_coarse_grid, on_grid
+from splash.scheduler.step_times import Shape, StepTimes, coarsely, on_coarse_grid, on_grid
 from splash.scheduler.traffic import Arrivals, Outputs
 
 SKEW_STEPS = 10  # a skew is told to a tenth
@@ -78,23 +78,6 @@ class Prefill:
     start: int
     top_rows: int
     decoding: float
-
-
-def unevenness(lengths: Sequence[int], chunks: int, ranks: int) -> float:
-    """Rows on the busiest rank over those that it would have if prompts were equal, averaged over steps.
-
-    Args:
-        lengths: of some prompts, in the order in which they are computed.
-        chunks: prompts a step, which go to the ranks in turn.
-        ranks: T.
-    """
-    steps = len(lengths) // chunks
-    if not steps:
-        return 1.0
-    rows = np.zeros((steps, -(-chunks // ranks) * ranks))
-    rows[:, :chunks] = np.asarray(lengths[: steps * chunks], dtype=np.float64).reshape(steps, chunks)
-    busiest = rows.reshape(steps, -1, ranks).sum(axis=1).max(axis=1).sum()
-    return float(busiest / (rows.sum() / chunks * -(-chunks // ranks)))
 
 
 class Shapes:
@@ -160,6 +143,15 @@ class Outlook:
         return max(sum(prefill.steps for prefill in self.prefills), self.decode_steps)
 
 
+def _on_ladder(phase: Phase, first: Phase) -> Phase:
+    """About `phase`, whole steps of `COARSE` away from `first`: what is far ahead is not known to a percent."""
+    return Phase(
+        first.requests * coarsely(phase.requests / first.requests),
+        first.context * coarsely(phase.context / first.context),
+        phase.kept,
+    )
+
+
 @dataclass(frozen=True)
 class _Lane:
     """What is asked of a layout again and again."""
@@ -203,7 +195,7 @@ class Forecaster:
         decode = lane.times.seconds(shapes.of(first, round(batch), lane.has_owners, skew))
         step_s = first.requests / batch * decode
         steps = crowd.steps_to_half(self._horizon_s / step_s, step_s)
-        prefills = self._prefills(crowd, steps, step_s)
+        prefills = self._prefills(crowd, arrivals, steps, step_s)
         prefill_s = sum(self._prefill(lane, prefill, shapes, first, batch, covered=0.0) for prefill in prefills)
         if prefill_s > self._horizon_s:
             prefills = [replace(each, steps=each.steps * self._horizon_s / prefill_s) for each in prefills]
@@ -213,7 +205,7 @@ class Forecaster:
         steps = min(steps, sum(prefill.steps for prefill in prefills) + alone)
         return Outlook(
             first=first,
-            last=crowd.later(steps, step_s),
+            last=_on_ladder(crowd.later(steps, step_s), first),
             decode_steps=steps,
             prefills=tuple(prefills),
             found_tokens=crowd.found_tokens(steps, step_s),
@@ -246,7 +238,7 @@ class Forecaster:
         seconds = self._prefill(lane, prefill, outlook.shapes, outlook.first, batch, prefill.steps)
         return seconds * lost / (prefill.steps * prefill.chunks * prefill.rows)
 
-    def _prefills(self, crowd: Crowd, steps: float, step_s: float) -> list[Prefill]:
+    def _prefills(self, crowd: Crowd, arrivals: Arrivals, steps: float, step_s: float) -> list[Prefill]:
         """The prefill steps beside so many decode steps. Prompts are computed one after another."""
         backlog, stream = crowd.backlog(), crowd.stream(steps, step_s)
         prefills = []
@@ -257,8 +249,8 @@ class Forecaster:
             budget, each = max(2.0, self._max_rows - decoding), max(2.0, prompts.rows / prompts.requests)
             chunks = on_coarse_grid(max(1, min(math.ceil(at_once), math.ceil(budget / each))))
             rows = on_coarse_grid(max(2, round(min(each, budget / chunks))))
-            start = on_coarse_grid(max(0, round(prompts.position - rows / 2)))
-            top = on_coarse_grid(round(rows * unevenness(crowd.prompts, chunks, self._ranks))) if chunks > 1 else rows
+            start = self._page_size * on_coarse_grid(max(0, round((prompts.position - rows / 2) / self._page_size)))
+            top = on_coarse_grid(round(rows * arrivals.unevenness(chunks, self._ranks)))
             prefills.append(Prefill(prompts.rows / (chunks * rows), chunks, rows, start, top, decoding))
         return prefills
 

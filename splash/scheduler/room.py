@@ -60,7 +60,9 @@ class Room:
             if most > fewest:
                 most = int(situation.footprint.held(target).max())
         elif source.kv is KV.REQUEST:
-            most = int(situation.footprint.owned_T.max())
+            most = max(situation.used_T) + count  # as if one rank's requests were all that grow
+            if most > fewest:
+                most = int(situation.footprint.owned_T.max())
         else:
             largest = situation.largest_running
             most = max(largest, min(total, -(-total // ranks) + largest * (ranks - 1) // ranks))

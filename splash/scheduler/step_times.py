@@ -78,6 +78,11 @@ def on_grid(value: int) -> int:
     return value if value <= _EXACT else round(GRID ** round(math.log(value) / _LOG_GRID))
 
 
+def coarsely(ratio: float) -> float:
+    """The nearest power of `COARSE` to a positive number."""
+    return COARSE ** round(math.log(max(ratio, 1e-6)) / _LOG_COARSE)
+
+
 @lru_cache(1 << 12)
 def on_coarse_grid(value: int) -> int:
     """The nearest of few numbers, for what all layouts feel alike, or less than their differences."""

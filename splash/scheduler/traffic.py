@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,7 @@ PROMPTS = 64  # prompts that are remembered
 LULL = 10.0  # a gap of so many mean gaps ends a run of arrivals
 OUTPUTS = 1000  # outputs count for about so many finished requests
 UNKNOWN_TOKENS = 256.0  # of an output when none has been seen
-STALE = 8  # an estimate of output lengths is asked so often before it is made anew
+STALE = 8  # an estimate serves for so many questions or arrivals before it is made anew
 GAPS = 3.0  # a gap of so many mean gaps is too long for the rate that was: 5 % of exponential gaps are longer
 _BINS_AN_OCTAVE = 4
 _NUM_BINS = 24 * _BINS_AN_OCTAVE
@@ -43,6 +44,8 @@ class Arrivals:
         self._last_s = 0.0
         self._prompts: deque[int] = deque(maxlen=PROMPTS)
         self._sum = 0
+        self._arrived = 0
+        self._unevenness: dict[int, tuple[int, float]] = {}  # by chunks: as of which arrival, and its value
         self._looked_up = (0, 0)  # tokens looked for and found, in all
         self._queried = 0.0  # the same, older ones worth less
         self._hit = 0.0
@@ -57,6 +60,7 @@ class Arrivals:
         if len(self._prompts) == PROMPTS:
             self._sum -= self._prompts[0]
         self._prompts.append(num_prompt_tokens)
+        self._arrived += 1
         self._sum += num_prompt_tokens
 
     def rate(self, now: float) -> float:
@@ -85,15 +89,37 @@ class Arrivals:
         """Share of a prompt's tokens that is found in the prefix cache."""
         return min(1.0, max(0.0, self._hit / self._queried)) if self._queried > 0 else 0.0
 
-    @property
-    def prompts(self) -> list[int]:
-        """Tokens of the last prompts, oldest first."""
-        return list(self._prompts)
+    def unevenness(self, chunks: int, ranks: int) -> float:
+        """`unevenness` of the last prompts, as of a few arrivals ago."""
+        if chunks == 1:
+            return 1.0
+        known, value = self._unevenness.get(chunks, (-STALE, 1.0))
+        if self._arrived - known >= STALE:
+            value = unevenness(list(self._prompts), chunks, ranks)
+            self._unevenness[chunks] = self._arrived, value
+        return value
 
     @property
     def prompt_tokens(self) -> float:
         """Mean tokens of the last prompts; 0 where none has come."""
         return self._sum / len(self._prompts) if self._prompts else 0.0
+
+
+def unevenness(lengths: Sequence[int], chunks: int, ranks: int) -> float:
+    """Rows on the busiest rank over those that it would have if prompts were equal, averaged over steps.
+
+    Args:
+        lengths: of some prompts, in the order in which they are computed.
+        chunks: prompts a step, which go to the ranks in turn.
+        ranks: T.
+    """
+    steps = len(lengths) // chunks
+    if not steps:
+        return 1.0
+    rows = np.zeros((steps, -(-chunks // ranks) * ranks))
+    rows[:, :chunks] = np.asarray(lengths[: steps * chunks], dtype=np.float64).reshape(steps, chunks)
+    busiest = rows.reshape(steps, -1, ranks).sum(axis=1).max(axis=1).sum()
+    return float(busiest / (rows.sum() / chunks * -(-chunks // ranks)))
 
 
 class Outputs:

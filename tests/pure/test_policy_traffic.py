@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splash.scheduler.outlook import unevenness
-from splash.scheduler.traffic import UNKNOWN_TOKENS, WINDOW_S, Arrivals, Outputs
+from splash.scheduler.traffic import UNKNOWN_TOKENS, WINDOW_S, Arrivals, Outputs, unevenness
 
 
 def ages(*values: int) -> np.ndarray:
