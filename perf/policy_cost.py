@@ -91,6 +91,7 @@ def _request(number: int, draw: random.Random, fresh: bool) -> Request:
     length = num_prompt + (1 if fresh else draw.randrange(1, 3000))
     request = Request(
         id=number,
+        priority=0,
         arrival=number,
         new=NewRequest(number, (), SamplingParams(), 0),
         num_prompt=num_prompt,

@@ -21,6 +21,7 @@ def request(
     length = num_prompt + num_output
     made = Request(
         id=id,
+        priority=0,
         arrival=id,
         new=NewRequest(id, (), SamplingParams(), 0),
         num_prompt=num_prompt,
