@@ -6,6 +6,7 @@ plan. A switch that somebody asks for pins its layout: the policy is not asked a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from splash.core.decision import Decision
@@ -59,6 +60,13 @@ class Steering:
     def release(self) -> None:
         """Let the policy choose again."""
         self.pinned = False
+
+    @property
+    def next_s(self) -> float:
+        """The time from which there is something to do here: to ask the policy, or to begin what it wants."""
+        if self._wanted is not None:
+            return -math.inf
+        return math.inf if self.pinned else self._policy.due_s
 
     def ask(self) -> None:
         """Ask the policy. Call when a step has been submitted."""

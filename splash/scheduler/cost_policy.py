@@ -114,6 +114,11 @@ class CostPolicy:
         self._leads: dict[str, float] = {}  # by offer, averaged
         self._decided_s = -math.inf
 
+    @property
+    def due_s(self) -> float:
+        """See `Policy`."""
+        return self._restraint.due_s
+
     def arrived(self, now: float, num_prompt_tokens: int) -> None:
         """See `Policy`."""
         self._arrivals.add(now, num_prompt_tokens)

@@ -103,6 +103,10 @@ class Limits:
 class Policy(Protocol):
     """Chooses layouts. All times are seconds on the clock of the loop that asks."""
 
+    @property
+    def due_s(self) -> float:
+        """The time from which it decides again; before that, asking it changes nothing."""
+
     def arrived(self, now: float, num_prompt_tokens: int) -> None:
         """A request has come."""
 
@@ -118,6 +122,8 @@ class Policy(Protocol):
 
 class StaticPolicy:
     """Keeps the layout."""
+
+    due_s = math.inf
 
     def arrived(self, now: float, num_prompt_tokens: int) -> None:
         """Nothing to learn."""
@@ -139,19 +145,20 @@ class Restraint:
 
     Attributes:
         config: the times.
+        due_s: when the next decision is due.
     """
 
     config: PolicyConfig
-    _next_s: float = -math.inf
+    due_s: float = -math.inf
     _cool_until_s: float = -math.inf
     _tries: dict[Layout, int] = field(default_factory=dict)  # that came to nothing, one after another
     _blocked_until_s: dict[Layout, float] = field(default_factory=dict)
 
     def is_due(self, now: float) -> bool:
         """Whether it is time to decide again; if so, the interval begins anew."""
-        if now < self._next_s:
+        if now < self.due_s:
             return False
-        self._next_s = now + self.config.interval_ms / 1e3
+        self.due_s = now + self.config.interval_ms / 1e3
         return True
 
     def held_back(self, target: Layout, now: float) -> str:

@@ -35,6 +35,11 @@ class ThresholdPolicy:
         self._room = Room(limits.geometry, layouts, limits.staging_bytes)
         self._restraint = Restraint(config)
 
+    @property
+    def due_s(self) -> float:
+        """See `Policy`."""
+        return self._restraint.due_s
+
     def arrived(self, now: float, num_prompt_tokens: int) -> None:
         """Nothing to learn."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,8 @@ PARAMS = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for
 
 class Restless:
     """Wants the next layout after every few steps, and new owners now and then."""
+
+    due_s = -math.inf
 
     def __init__(self) -> None:
         self.targets = itertools.cycle(["dp", "tp", "cp", "dop", "dcp", "dp", "dop"])

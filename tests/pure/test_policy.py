@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 from hypothesis import given
@@ -56,7 +57,7 @@ def test_a_policy_says_which_field_is_out_of_range(field: str, value: object) ->
 def test_a_static_policy_never_decides() -> None:
     policy = make_policy(PolicyConfig(), LIMITS, None)
     policy.arrived(0.0, 10)
-    assert policy.decide(situation(0.0, TP, decoding(512, 1000))) is None
+    assert policy.decide(situation(0.0, TP, decoding(512, 1000))) is None and policy.due_s == math.inf
 
 
 def test_the_cost_policy_needs_costs() -> None:
@@ -129,6 +130,7 @@ def test_what_cannot_be_held_is_passed_over() -> None:
 def test_decisions_keep_their_interval() -> None:
     restraint = Restraint(PolicyConfig(interval_ms=100))
     assert [restraint.is_due(now) for now in (0.0, 0.05, 0.1, 0.15, 0.3)] == [True, False, True, False, True]
+    assert restraint.due_s == pytest.approx(0.4)
 
 
 def test_a_switch_is_followed_by_a_pause() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from splash.core.decision import Decision
@@ -15,6 +16,8 @@ from tests.pure.test_scheduler import FakeGroup, greedy, make
 
 class Wishes:
     """A policy that wants dp, and remembers all that it was told."""
+
+    due_s = 100.0
 
     def __init__(self) -> None:
         self.asked: list[Situation] = []
@@ -88,9 +91,11 @@ def test_an_answer_is_carried_out_before_the_next_plan_and_only_once() -> None:
     steering, policy, switcher, scheduler, _, clock = steered()
     scheduler.add(1, [1, 2, 3], greedy(max_tokens=4), 0)
     scheduler.schedule()
+    assert steering.next_s == policy.due_s
     steering.ask()
-    assert len(policy.asked) == 1 and not switcher.made
+    assert len(policy.asked) == 1 and not switcher.made and steering.next_s == -math.inf
     steering.act()
+    assert steering.next_s == policy.due_s
     assert [record.target for record in switcher.made] == ["dp"] and switcher.made[0].decision is steering.decision
     steering.act()
     steering.ask()
@@ -112,7 +117,7 @@ def test_a_switch_by_hand_takes_the_place_of_what_the_policy_wants() -> None:
     switcher.end("committed")
     steering.ask()
     steering.act()
-    assert len(policy.asked) == 1 and len(switcher.made) == 1 and steering.pinned
+    assert len(policy.asked) == 1 and len(switcher.made) == 1 and steering.pinned and steering.next_s == math.inf
     steering.release()
     steering.ask()
     steering.act()
