@@ -28,6 +28,7 @@ from splash.scheduler.situation import Situation
 from splash.scheduler.switch_cost import Method, rebalance_cost
 from splash.scheduler.traffic import Arrivals, Outputs
 
+REST_SHARE = 0.01  # of an outlook that passes before the next: what lasts long need not be looked at often
 WAYS: tuple[Method, ...] = ("layerwise", "precopy", "blocking")  # of equally cheap ones the first
 
 
@@ -140,6 +141,7 @@ class CostPolicy:
         self._arrivals.found(situation.num_queried, situation.num_hit)
         outlook = self._forecaster.look(situation, self._arrivals, self._outputs)
         seconds = self._forecaster.seconds(situation.layout, outlook, outlook.skew)
+        self._restraint.rest(situation.now, seconds * REST_SHARE)
         offers, infeasible = self._offers(situation, outlook)
         leads = self._average_leads(situation.now, seconds, offers)
         layout, step_ms = situation.layout, 1e3 / outlook.steps

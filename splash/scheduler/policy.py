@@ -30,7 +30,7 @@ class PolicyConfig:
 
     Attributes:
         kind: "static", "threshold" or "cost".
-        interval_ms: decide at most this often, milliseconds.
+        interval_ms: decide at most this often, milliseconds; the cost policy also waits for a hundredth of its outlook.
         cooldown_s: after a switch, the least time until the next, seconds.
         backoff_s: after a switch that was refused or failed, the time until the same is tried again, seconds; doubled
             each further time.
@@ -160,6 +160,10 @@ class Restraint:
             return False
         self.due_s = now + self.config.interval_ms / 1e3
         return True
+
+    def rest(self, now: float, seconds: float) -> None:
+        """Decide no earlier than in so many seconds."""
+        self.due_s = max(self.due_s, now + seconds)
 
     def held_back(self, target: Layout, now: float) -> str:
         """Why a switch to `target` has to wait, or an empty string."""

@@ -36,11 +36,15 @@ class Drive:
 
     def __init__(self, policy: CostPolicy, layout: Layout, status: str = "committed") -> None:
         self.policy, self.layout, self.status, self.now = policy, layout, status, 0.0
+        self.last: Decision | None = None
         self.switches: list[tuple[float, Decision]] = []
 
     def step(self, running: list[Request], waiting: list[Request] | None = None) -> Decision:
         decision = self.policy.decide(situation(self.now, self.layout, running, waiting or []))
-        assert decision is not None
+        if decision is None:  # not due yet
+            assert self.last is not None
+            decision = msgspec.structs.replace(self.last, switches=False)
+        self.last = decision
         if decision.switches:
             self.switches.append((self.now, decision))
             if self.status == "committed":
@@ -78,7 +82,7 @@ def test_a_real_change_is_followed_within_a_bounded_time_and_only_once() -> None
     for load, best in ((few, "tp"), (many, "dp"), (few, "tp"), (many, "dp")):
         changed = drive.now
         assert drive.settle(load).target == best
-        assert all(now - changed <= 2.5 for now, _ in drive.switches[-1:])  # a pause of 2 s, then half a second
+        assert all(now - changed <= 3 for now, _ in drive.switches[-1:])  # a pause of 2 s, then a second at most
     assert [decision.target for _, decision in drive.switches] == ["dp", "tp", "dp"]
 
 
@@ -229,7 +233,7 @@ def test_a_pause_follows_a_switch_and_longer_ones_follow_vain_tries() -> None:
     last = drive.settle(decoding(4, 2000), steps=200)
     times = [now for now, _ in drive.switches]
     gaps = np.diff(times)
-    assert len(times) == 4 and gaps == pytest.approx([1, 2, 4], abs=2 * STEP_S)
+    assert len(times) == 4 and gaps == pytest.approx([1, 2, 4], abs=0.3)
     assert "the last try came to nothing" in last.reason
 
 
@@ -268,4 +272,10 @@ def test_it_decides_no_more_often_than_it_is_told() -> None:
     policy = cost_policy(interval_ms=100)
     made = [policy.decide(situation(now, TP, decoding(1, 100))) for now in (0.0, 0.05, 0.11)]
     assert [decision is not None for decision in made] == [True, False, True]
+    last = made[-1]
+    assert last is not None and last.horizon_s is not None and last.horizon_s < 10
+    long = cost_policy(interval_ms=100)
+    first = long.decide(situation(0.0, DP, decoding(256, 2000, output=1900, max_tokens=9000)))
+    assert first is not None and first.horizon_s is not None and first.horizon_s > 15
+    assert long.due_s == pytest.approx(first.horizon_s / 100)
     assert policy.decide(situation(9.0, DOP, [])) is None
