@@ -9,7 +9,9 @@ from typing import Protocol
 from splash.core.memory import ArenaGeometry
 from splash.core.request import SamplingParams
 from splash.engine.messages import Result, Run
+from splash.engine.steering import Steering
 from splash.engine.switching import Switcher
+from splash.scheduler.policy import Policy, StaticPolicy
 from splash.scheduler.prefix_cache import Keys
 from splash.scheduler.request import Progress
 from splash.scheduler.scheduler import Scheduler
@@ -44,10 +46,12 @@ class Loop:
         geometry: of the arenas.
         staging_bytes: most that a rank may stage for one layer of a switch.
         step_bytes: most that a rank copies ahead of a switch after one step.
+        policy: chooses layouts while serving; None keeps the layout.
         clock: the time in seconds, from any origin.
 
     Attributes:
         switcher: takes switches of layout from request to record.
+        steering: asks the policy, unless the layout is pinned.
         num_steps: steps that have run.
     """
 
@@ -58,11 +62,13 @@ class Loop:
         geometry: ArenaGeometry,
         staging_bytes: int,
         step_bytes: int,
+        policy: Policy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.switcher = Switcher(scheduler, geometry, staging_bytes, step_bytes, clock)
+        self.steering = Steering(policy or StaticPolicy(), scheduler, self.switcher, clock)
         self.num_steps = 0
         self._in_flight = False
 
@@ -80,6 +86,7 @@ class Loop:
             RequestError: the request could never be served; nothing else is affected.
         """
         self.scheduler.add(number, prompt, params, seed, priority, keys)
+        self.steering.arrived(len(prompt))
 
     def abort(self, number: int) -> None:
         """Drop a request; there is no progress of it any more. One that is not live is passed over."""
@@ -110,14 +117,20 @@ class Loop:
         if not ran or result.output is None:
             return []
         self.num_steps += 1
-        return self.scheduler.apply(result.output)
+        progress = self.scheduler.apply(result.output)
+        for item in progress:
+            if item.finish_reason is not None:
+                self.steering.finished(item.num_output)
+        return progress
 
     def begin(self) -> None:
         """The second half of `step`."""
+        self.steering.act()
         run = self.switcher.next_run()
         if run is not None:
             self.executor.submit(run)
             self._in_flight = True
+            self.steering.ask()
 
     def check(self) -> None:
         """Raise `WorkerError` if a rank has died while nothing runs."""

@@ -24,6 +24,7 @@ class Progress(msgspec.Struct, frozen=True):
         finish_reason: None while running; "stop" (end of sequence or stop token) or "length".
         stop_reason: the stop token that ended the request, None for an end of sequence.
         num_cached: tokens of the prompt that were found in the cache when the request first ran.
+        num_output: tokens that the request has generated, this one included.
     """
 
     id: int
@@ -32,6 +33,7 @@ class Progress(msgspec.Struct, frozen=True):
     finish_reason: str | None
     stop_reason: int | None
     num_cached: int = 0
+    num_output: int = 0
 
 
 @dataclass(frozen=True, eq=False)
