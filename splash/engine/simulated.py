@@ -2,16 +2,17 @@
 
     result = simulate(SimulationConfig(spec, hardware, ranks=8, dtype="fp8", layout="dop"), requests)
 
-The loop, the scheduler, the prefix cache, the memory and the switches are those that serve; only the executor is
-another (`splash.engine.virtual`). Requests arrive as `splash.workload.Feed` says, and are seen when a server would see
-them: before a step is collected. Nothing is drawn, so that the same workload gives the same result, to the last digit.
+The loop, the scheduler, the prefix cache, the memory, the policy and the switches are those that serve; only the
+executor is another (`splash.engine.virtual`). Requests arrive as `splash.workload.Feed` says, and are seen when a
+server would see them: before a step is collected. Nothing is drawn, so the same workload gives the same result, to the
+last digit.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,8 @@ from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.cost_model import CostModel
 from splash.scheduler.decode_run import DecodeRun
 from splash.scheduler.load import StepLoad
+from splash.scheduler.policies import make_policy
+from splash.scheduler.policy import Limits, PolicyConfig
 from splash.scheduler.prefix_cache import PrefixCache
 from splash.scheduler.scheduler import Scheduler
 from splash.switch.orders import SwitchRecord
@@ -40,6 +43,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 MIB = 1 << 20
+BOUNDLESS = 1 << 62  # bytes
 KEYED_TOGETHER = 1024  # requests whose page keys are made at once
 KEY_BYTES = 8
 
@@ -54,7 +58,8 @@ class SimulationConfig:
         ranks: T.
         dtype: of weights: "float32", "bfloat16" or "fp8".
         kv_dtype: of the cache; None takes `dtype`.
-        layout: name of the layout to serve in, at first where a policy chooses others.
+        layout: name of the layout to serve in, at first where the policy chooses others.
+        policy: how the layout is chosen while serving.
         mem_fraction: share of the hardware's memory that may be used; what weights and the reserve leave is for arenas.
         kv_cache_gib: memory a rank for arenas in GiB, in the place of that.
         switch_copy_mib: most that a rank copies ahead of a switch after one step, in MiB. None takes what fits in the
@@ -71,6 +76,7 @@ class SimulationConfig:
     dtype: str
     kv_dtype: str | None = None
     layout: str = "tp"
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
     page_size: int = 64
     max_num_seqs: int = 256
     max_batched_tokens: int = 2048
@@ -85,7 +91,7 @@ class SimulationConfig:
 
     def __post_init__(self) -> None:
         longest = self.spec.max_position_embeddings
-        for field, ok, accepted in (
+        for name, ok, accepted in (
             ("ranks", self.ranks >= 1, "at least 1"),
             ("page_size", self.page_size >= 1 and self.page_size & (self.page_size - 1) == 0, "a power of two"),
             ("max_num_seqs", self.max_num_seqs >= 1, "at least 1"),
@@ -101,7 +107,7 @@ class SimulationConfig:
             ("switch_copy_mib", self.switch_copy_mib is None or self.switch_copy_mib > 0, "above 0"),
         ):
             if not ok:
-                raise ConfigError(field, f"must be {accepted}, not {getattr(self, field)!r}")
+                raise ConfigError(name, f"must be {accepted}, not {getattr(self, name)!r}")
         check_layout(parse_layout(self.layout), self.spec.num_heads, self.ranks)
 
 
@@ -247,14 +253,15 @@ class Simulation:
         )
         self.recorder = Recorder(len(requests), scheduler)
         self._executor = SimulatedExecutor(model, geometry, self.clock, self._submitted)
-        self.loop = Loop(
-            scheduler,
-            self._executor,
-            geometry,
-            staging_bytes=int(config.switch_staging_mib * MIB),
-            step_bytes=self._copy_bytes or 0,
-            clock=self.clock,
+        staging_bytes = int(config.switch_staging_mib * MIB)
+        # Where the hardware sets the pace of copying ahead, the cost of a switch has it, and nothing else bounds it.
+        copy_bytes = BOUNDLESS if self._copy_bytes is None else self._copy_bytes
+        limits = Limits(
+            geometry, config.max_num_seqs, config.max_batched_tokens, staging_bytes, copy_bytes, config.mem_fraction
         )
+        policy = make_policy(config.policy, limits, model)
+        step_bytes = self._copy_bytes or 0
+        self.loop = Loop(scheduler, self._executor, geometry, staging_bytes, step_bytes, policy, self.clock)
         self._prompt = (0,) * int(requests.input_len.max(initial=0))
         self._params: dict[int, SamplingParams] = {}
 
@@ -269,11 +276,11 @@ class Simulation:
             if feed.exhausted:
                 return False
             self.clock.now = feed.next_time()
-        self._let_arrive(self.clock.now)
+        self._let_arrive()
         for request in self.recorder.progressed(loop.finish(), self.clock.now):
-            self._end(request, self.clock.now)
+            self._end(request)
         if not (self._every_step or loop.switcher.active is not None or self.recorder.waits_for_tokens):
-            self._decode(min(limit_s, self.recorder.next_row_s))
+            self._decode(min(limit_s, self.recorder.next_row_s, loop.steering.next_s))
         loop.begin()
         if self._copy_bytes is None:
             loop.switcher.step_bytes = self._executor.copy_bytes
@@ -286,26 +293,27 @@ class Simulation:
         clock, recorder, feed = self.clock, self.recorder, self._feed
         layout, run = self.loop.switcher.layout, DecodeRun(self.loop.scheduler, token=0)
         while run.left and clock.now < until_s and run.grow():
-            began, load = clock.now, run.load
+            load, somebody_comes = run.load, feed.next_time() <= clock.now
             seconds = self._executor.seconds(layout, load)
             recorder.decoded(layout.name, load, seconds)
+            if somebody_comes:  # before the step is collected
+                self._let_arrive()
             clock.now += seconds
             run.step()
-            if feed.next_time() <= began:  # seen before the step is collected
-                self._let_arrive(began)
+            if somebody_comes:
                 break
         run.end()
         self.loop.num_steps += run.num_steps
 
-    def _let_arrive(self, now: float) -> None:
-        while self._feed.next_time() <= now:  # again where some are refused
-            for index, due_s in self._feed.take(now):
-                self._arrive(index, due_s, now)
+    def _let_arrive(self) -> None:
+        while self._feed.next_time() <= self.clock.now:  # again where some are refused
+            for index, due_s in self._feed.take(self.clock.now):
+                self._arrive(index, due_s)
 
     def _submitted(self, plan: StepPlan, load: StepLoad, seconds: float) -> None:
         self.recorder.planned(plan, load, self.clock.now, seconds)
 
-    def _arrive(self, index: int, due_s: float, now: float) -> None:
+    def _arrive(self, index: int, due_s: float) -> None:
         requests, recorder = self._requests, self.recorder
         length, output = int(requests.input_len[index]), int(requests.output_len[index])
         recorder.arrival_s[index] = due_s
@@ -318,11 +326,11 @@ class Simulation:
             self.loop.add(index, self._prompt[:length], params, seed=0, priority=priority, keys=keys)
         except RequestError as error:
             self.refused[index] = str(error)
-            self._end(index, now)
+            self._end(index)
 
-    def _end(self, index: int, now: float) -> None:
+    def _end(self, index: int) -> None:
         self.num_finished += 1
-        self._feed.finish(index, now)
+        self._feed.finish(index, self.clock.now)
 
     def result(self) -> SimulationResult:
         """What there is so far."""

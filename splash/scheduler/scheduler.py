@@ -29,7 +29,7 @@ from splash.core.errors import RequestError
 from splash.core.pages import HeldPages
 from splash.core.request import SamplingParams
 from splash.core.step import NewRequest, Query, StepOutput, StepPlan
-from splash.scheduler.admission import Admission, Place, check_capacity, holds_any
+from splash.scheduler.admission import Admission, Place, check_capacity, holds_any, is_stuck
 from splash.scheduler.chunks import Batch
 from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.prefix_cache import Keys, PrefixCache, extend_keys
@@ -229,14 +229,10 @@ class Scheduler:
 
     def first_is_stuck(self) -> tuple[bool, Keys]:
         """Whether nobody who waits could begin, and the keys of pages whose entry into the cache may change that."""
-        request, running = self._waiting.first, self._running
+        request = self._waiting.first
         if request is None or self.holds_admission:
             return True, ()
-        if running and running[-1].priority > request.priority:
-            return False, ()  # it may take the place of others
-        if len(running) >= self._max_running:
-            return True, ()
-        return Admission(self.config, self.pool, request).place(self._tokens) is None, request.keys
+        return is_stuck(request, self.config, self.pool, self._running, self._tokens), request.keys
 
     def skip(self, num_steps: int) -> None:
         """Count steps that were planned and applied elsewhere: `splash.scheduler.decode_run`."""

@@ -20,6 +20,7 @@ from splash.engine.simulated import Simulation, SimulationConfig, SimulationResu
 from splash.plan import ModelChoice
 from splash.scheduler.cost_model import CostModel
 from splash.scheduler.load import StepLoad
+from splash.scheduler.policy import Kind, PolicyConfig
 from splash.settings import build, compose
 from splash.workload import Requests, load
 
@@ -125,6 +126,7 @@ busy = st.one_of(
     max_num_seqs=st.sampled_from([3, 256]),
     max_batched_tokens=st.sampled_from([256, 2048]),
     prefix_cache=st.booleans(),
+    kind=st.sampled_from(["static", "static", "threshold", "cost"]),
     switches=st.dictionaries(st.floats(0.1, 10), st.sampled_from(sorted(LAYOUTS)), max_size=2),
 )
 def test_decoding_in_one_go_changes_nothing(
@@ -134,11 +136,13 @@ def test_decoding_in_one_go_changes_nothing(
     max_num_seqs: int,
     max_batched_tokens: int,
     prefix_cache: bool,
+    kind: Kind,
     switches: dict[float, str],
 ) -> None:
     """Times, cache, preemptions and switches, to the last digit, with all pages free in the end."""
     chosen = config(
         layout=layout,
+        policy=PolicyConfig(kind=kind, cooldown_s=0.5, margin=0.0, few_requests=8),
         kv_cache_gib=WEIGHTS_GIB + room_gib,
         max_num_seqs=max_num_seqs,
         max_batched_tokens=max_batched_tokens,
@@ -152,6 +156,18 @@ def test_decoding_in_one_go_changes_nothing(
     assert fast.loop.num_steps == slow.loop.num_steps == fast.result().steps
     pool = fast.loop.scheduler.pool
     assert pool.num_free == pool.num_total
+
+
+def test_a_policy_chooses_on_the_virtual_clock() -> None:
+    """With the threshold policy a burst is served in dp, and what comes before and after it in tp."""
+    requests = workload("bursts", num_requests=200, rate_on=40, rate_off=0.5)
+    result = simulate(config(policy=PolicyConfig(kind="threshold")), requests)
+    assert {"tp", "dp"} <= result.layout_seconds.keys()
+    assert result.switches[0].target == "dp" and result.switches[0].status == "committed"
+    decision = result.switches[0].decision
+    assert decision is not None and (decision.layout, decision.target) == ("tp", "dp")
+    busiest = max(result.timeline, key=lambda row: row.running)
+    assert busiest.layout == "dp" and result.timeline[0].layout == "tp"
 
 
 def test_the_same_workload_gives_the_same_result() -> None:
