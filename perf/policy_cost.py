@@ -2,7 +2,8 @@
 
     python -m perf.policy_cost [--requests 512] [--decisions 400] [--out perf/results/policy-cost.json]
 
-Requests grow by two tokens between decisions, end after lognormal lengths and are replaced. Compared in the same run:
+Every decision is made when it is due. Requests grow by a token each 25 ms, end after lognormal lengths and are
+replaced. Compared in the same run:
 reading the requests into arrays, which no decision can do without (the ceiling); the cost model's exact prediction of
 one step in five layouts, which is a part of what an outlook asks for; and the decision. Times are the thread's own
 processor time, which other processes lengthen less.
@@ -32,6 +33,7 @@ from splash.settings import build, compose
 
 LIMIT_MS = 0.3
 RANKS = 8
+STEP_S = 0.025
 
 
 def main() -> None:
@@ -51,11 +53,13 @@ def main() -> None:
     draw = random.Random(0)
     running = [_request(number, draw, fresh=False) for number in range(args.requests)]
     timed: dict[str, list[float]] = {"read requests": [], "one step exactly": [], "decide": []}
+    now = 0.0
     for turn in range(args.decisions + 20):  # the first ones fill what is remembered
-        now = turn * 0.05
+        before, now = now, max(now + 0.05, policy.due_s)
+        grown = round((now - before) / STEP_S)
         for index, request in enumerate(running):
-            request.tokens = range(len(request.tokens) + 2)  # type: ignore[assignment]  # only counted
-            request.num_computed += 2
+            request.tokens = range(len(request.tokens) + grown)  # type: ignore[assignment]  # only counted
+            request.num_computed += grown
             if len(request.tokens) >= request.num_prompt + draw.lognormvariate(7.5, 0.7):
                 policy.finished(len(request.tokens) - request.num_prompt)
                 running[index] = _request(args.requests * (turn + 1) + index, draw, fresh=True)
@@ -66,6 +70,7 @@ def main() -> None:
         timed["read requests"].append(_timed(lambda s: s.length_n, _situation(running, now)))
         timed["one step exactly"].append(_timed(lambda s: model.steps(s.load), _situation(running, now)))
         timed["decide"].append(_timed(policy.decide, _situation(running, now)))
+        assert policy.due_s > now, "a decision was made"
 
     for name, seconds in timed.items():
         figures = spread(seconds, digits=3)
