@@ -158,6 +158,7 @@ class _Lane:
 
     has_owners: bool
     times: StepTimes
+    index: int  # of the layout in `times`
     capacity: Callable[[float], float]
 
 
@@ -175,10 +176,12 @@ class Forecaster:
     def __init__(
         self, model: CostModel, room: Room, max_num_seqs: int, max_batched_tokens: int, horizon_s: float
     ) -> None:
-        self._lanes = {
-            layout: _Lane(layout.kv is KV.REQUEST, StepTimes(model, layout), room.capacity(layout))
-            for layout in model.layouts
-        }
+        self._lanes: dict[Layout, _Lane] = {}
+        for has_owners in (False, True):
+            layouts = [layout for layout in model.layouts if (layout.kv is KV.REQUEST) == has_owners]
+            times = StepTimes(model, layouts)
+            for index, layout in enumerate(layouts):
+                self._lanes[layout] = _Lane(has_owners, times, index, room.capacity(layout))
         self._ranks = model.ranks
         self._page_size = model.page_size
         self._max_running = min(max_num_seqs, max_batched_tokens)
@@ -192,7 +195,7 @@ class Forecaster:
         shapes = Shapes(self._ranks, int(situation.length_n.max(initial=1)))
         lane, share, first = self._lanes[situation.layout], situation.page_share, crowd.later(0.0, 0.0)
         batch = self._batch(lane, first, share)
-        decode = lane.times.seconds(shapes.of(first, round(batch), lane.has_owners, skew))
+        decode = lane.times.seconds(shapes.of(first, round(batch), lane.has_owners, skew))[lane.index]
         step_s = first.requests / batch * decode
         steps = crowd.steps_to_half(self._horizon_s / step_s, step_s)
         prefills = self._prefills(crowd, arrivals, steps, step_s)
@@ -221,7 +224,7 @@ class Forecaster:
             batch = self._batch(lane, phase, outlook.page_share)
             waves = outlook.decode_steps / 2 * phase.requests / batch
             shape = outlook.shapes.of(phase, round(batch), lane.has_owners, skew)
-            seconds += waves * lane.times.seconds(shape)
+            seconds += waves * lane.times.seconds(shape)[lane.index]
             steps += waves
         for prefill in outlook.prefills:
             seconds += self._prefill(lane, prefill, outlook.shapes, outlook.first, batch, steps)
@@ -274,5 +277,5 @@ class Forecaster:
             prefill.start,
             prefill.top_rows,
         )
-        seconds = prefill.steps * lane.times.seconds(mixed)
-        return seconds - min(prefill.steps, covered) * lane.times.seconds(alone)
+        seconds = prefill.steps * lane.times.seconds(mixed)[lane.index]
+        return seconds - min(prefill.steps, covered) * lane.times.seconds(alone)[lane.index]

@@ -7,6 +7,7 @@ grid that is finer than what a policy acts on, the same for all layouts, so that
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,12 +17,12 @@ from splash.core.layout import Layout
 from splash.scheduler.cost_model import CostModel
 from splash.scheduler.load import StepLoad
 
-GRID = 1.05  # ratio of neighbours on the grid
+GRID = 1.1  # ratio of neighbours on the grid
 _EXACT = 20  # counts up to this are their own
 _LOG_GRID = math.log(GRID)
 COARSE = 1.25
 _LOG_COARSE = math.log(COARSE)
-REMEMBERED = 1 << 14  # shapes of a layout
+REMEMBERED = 1 << 14  # shapes
 
 
 class Shape(NamedTuple):
@@ -49,26 +50,27 @@ class Shape(NamedTuple):
 
 
 class StepTimes:
-    """Predicted seconds of steps in one layout.
+    """Predicted seconds of steps in layouts that feel the same shapes.
 
     Args:
         model: what predicts them.
-        layout: the layout.
+        layouts: the layouts.
     """
 
-    def __init__(self, model: CostModel, layout: Layout) -> None:
+    def __init__(self, model: CostModel, layouts: Sequence[Layout]) -> None:
         self._model = model
-        self._layout = layout
-        self._seconds: dict[Shape, float] = {}
+        self._layouts = layouts
+        self._seconds: dict[Shape, list[float]] = {}
 
-    def seconds(self, shape: Shape) -> float:
-        """A step of that shape, whose numbers are on the grid."""
+    def seconds(self, shape: Shape) -> list[float]:
+        """A step of that shape, whose numbers are on the grid, in each of the layouts."""
         seconds = self._seconds.get(shape)
         if seconds is None:
             if len(self._seconds) >= REMEMBERED:
                 self._seconds.clear()
             load = load_of(shape, self._model.ranks, self._model.page_size)
-            seconds = self._seconds[shape] = self._model.step(self._layout, load).seconds
+            costs = self._model.steps(load, self._layouts).values()
+            seconds = self._seconds[shape] = [cost.seconds for cost in costs]
         return seconds
 
 
