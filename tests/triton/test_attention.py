@@ -28,9 +28,7 @@ def check(
     scale = q_nHK.shape[2] ** -0.5
     want, want_lse = CpuAttention().attend(q_nHK, cache.pages_SPK, cache.batch(rank, ranks), scale, value_dim)
     backend = TritonAttention(device)
-    got, lse = backend.attend(
-        q_nHK.to(device), cache.pages_SPK.to(device), cache.batch(rank, ranks), scale, value_dim
-    )
+    got, lse = backend.attend(q_nHK.to(device), cache.pages_SPK.to(device), cache.batch(rank, ranks), scale, value_dim)
     assert got.dtype == q_nHK.dtype and lse.dtype == torch.float32
     torch.testing.assert_close(got.cpu(), want, atol=tol, rtol=tol)
     torch.testing.assert_close(lse.cpu(), want_lse, atol=max(tol, 2e-5), rtol=2e-5)
@@ -84,7 +82,9 @@ def test_tiles_through_tensor_descriptors(device: torch.device, monkeypatch: pyt
 def test_rows_of_a_sequence_without_pages_see_nothing(device: torch.device) -> None:
     cache = Cache([(20, [19]), (3, [1, 2])], 16, 40, False, torch.float32)
     batch = cache.batch()
-    none = AttentionBatch(batch.row_positions, batch.row_starts, batch.slots[:2], batch.numbers[:2], np.array([0, 2, 2]))
+    none = AttentionBatch(
+        batch.row_positions, batch.row_starts, batch.slots[:2], batch.numbers[:2], np.array([0, 2, 2])
+    )
     q_nHK = queries(cache, 4).to(device)
     out, lse = TritonAttention(device).attend(q_nHK, cache.pages_SPK.to(device), none, 0.2, 32)
     assert not out[1:].any() and (lse[1:] == -torch.inf).all()
@@ -138,7 +138,12 @@ def test_bound_buffers_serve_one_batch_after_another(device: torch.device) -> No
 
 
 def check_expanded(
-    device: torch.device, sequences: Sequences, dims: tuple[int, int, int, int], heads: int, dtype: torch.dtype, tol: float
+    device: torch.device,
+    sequences: Sequences,
+    dims: tuple[int, int, int, int],
+    heads: int,
+    dtype: torch.dtype,
+    tol: float,
 ) -> None:
     nope, rotary, value, latent = dims
     cache = Cache(sequences, 16, latent + rotary, True, dtype)

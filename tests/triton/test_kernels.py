@@ -34,7 +34,9 @@ def test_norms(kernels: TritonKernels, device: torch.device, dtype: torch.dtype)
     x, weight = wide[:, :48], torch.rand(48).to(dtype)
     close(kernels.rms_norm(x.to(device), weight.to(device), 1e-6), ORACLE.rms_norm(x, weight, 1e-6), HALF[dtype])
     headed = x.reshape(2, 3, 48)
-    close(kernels.rms_norm(headed.to(device), weight.to(device), 1e-6), ORACLE.rms_norm(headed, weight, 1e-6), HALF[dtype])
+    close(
+        kernels.rms_norm(headed.to(device), weight.to(device), 1e-6), ORACLE.rms_norm(headed, weight, 1e-6), HALF[dtype]
+    )
     other = torch.randn(6, 48).to(dtype)
     normed, total = kernels.add_rms_norm(x.to(device), other.to(device), weight.to(device), 1e-5)
     close(total, x + other, 0)

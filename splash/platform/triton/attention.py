@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import cast
 
 import numpy as np
@@ -120,6 +121,8 @@ class TritonAttention(AttentionBackend):
         self._target = target_of(self._device)
         self._partials: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._expanded_bytes = _EXPANDED_BYTES
+        # Gluon, which only Hopper's kernel needs, is experimental: nothing else should depend on it.
+        self._hopper = import_module("splash.platform.triton.hopper") if self._target.capability == 9 else None
 
     def buffers(
         self, max_rows: int, max_pages: int, num_heads: int, page_size: int, dtype: torch.dtype
@@ -154,18 +157,24 @@ class TritonAttention(AttentionBackend):
         tiles = shape.tiles
         part_out, part_lse = self._workspace(shape, value_dim)
         rotary_dim = key_dim - value_dim
+        by_hand = self._hopper is not None and self._hopper.fits(q_nHK, pages_SPK, value_dim)
         block_c, block_r = max(16, next_power_of_2(value_dim)), max(16, next_power_of_2(rotary_dim))
         flat_LK = _flat(pages_SPK)
         tma = (
-            tiles.tma and flat_LK is not None and describable(flat_LK) and page_size % tiles.columns == 0
+            tiles.tma and not by_hand and flat_LK is not None and describable(flat_LK) and page_size % tiles.columns == 0
             and block_c == value_dim and rotary_dim in (0, block_r)
         )  # fmt: skip
         latents = descriptor(flat_LK, tiles.columns, block_c) if tma and flat_LK is not None else None
         rotaries = descriptor(flat_LK, tiles.columns, block_r) if tma and flat_LK is not None else None
-        attend_kernel[(plan.num_segments,)](
+        if self._hopper is not None and by_hand:
+            self._hopper.attend(
+                q_nHK, pages_SPK, plan.segments[: plan.num_segments * SEGMENT_FIELDS], plan.visible, plan.slots,
+                out_nHC, lse_nH, part_out, part_lse, scale * LOG2E, value_dim,
+            )  # fmt: skip
+        else:
+            attend_kernel[(plan.num_segments,)](
             q_nHK, pages_SPK, latents, rotaries, plan.segments, plan.visible, plan.slots,
-            out_nHC, lse_nH, part_out, part_lse,
-            scale * LOG2E, num_heads, q_nHK.stride(0), q_nHK.stride(1),
+            out_nHC, lse_nH, part_out, part_lse, scale * LOG2E, num_heads, q_nHK.stride(0), q_nHK.stride(1),
             pages_SPK.stride(0), pages_SPK.stride(1), out_nHC.stride(0), out_nHC.stride(1),
             C=value_dim, R=rotary_dim, BLOCK_C=block_c, BLOCK_R=block_r, BLOCK_M=tiles.rows, BLOCK_N=tiles.columns,
             PAGE=page_size, USE_TMA=tma, STAGES=tiles.stages, PRECISION=tiles.precision, num_warps=tiles.warps,

@@ -58,7 +58,9 @@ def expanded_kernel(
     s_S = f_F
     if SECOND > 0:
         s_S = tl.arange(0, SECOND)
-        q_MS = tl.load(q_M[:, None] + (FIRST + s_S)[None, :], mask=valid_M[:, None] & (FIRST + s_S < N)[None, :], other=0.0)
+        q_MS = tl.load(
+            q_M[:, None] + (FIRST + s_S)[None, :], mask=valid_M[:, None] & (FIRST + s_S < N)[None, :], other=0.0
+        )
     q_MR = q_MF
     if R > 0:
         q_MR = tl.load(q_M[:, None] + (N + r_R)[None, :], mask=valid_M[:, None] & (r_R < R)[None, :], other=0.0)

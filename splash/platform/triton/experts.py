@@ -95,7 +95,9 @@ def up_kernel(
     gate_MN = tl.zeros([BLOCK_N if SWAP else BLOCK_M, BLOCK_M if SWAP else BLOCK_N], dtype=tl.float32)
     up_MN = tl.zeros([BLOCK_N if SWAP else BLOCK_M, BLOCK_M if SWAP else BLOCK_N], dtype=tl.float32)
     for k in tl.range(0, D, BLOCK_K, num_stages=STAGES):
-        x_MK = tl.load(x_M[:, None] + (k + k_K)[None, :], mask=(pair_M >= 0)[:, None] & (k + k_K < D)[None, :], other=0.0)
+        x_MK = tl.load(
+            x_M[:, None] + (k + k_K)[None, :], mask=(pair_M >= 0)[:, None] & (k + k_K < D)[None, :], other=0.0
+        )
         if USE_TMA:
             gate_NK = w13_desc.load([gate_row, k])
             up_NK = w13_desc.load([gate_row + I, k])

@@ -10,7 +10,6 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
-
 @dataclass(frozen=True)
 class Tiles:
     """A kernel's tile: rows x columns of the result, `depth` of the summed dim, and how to compile for it.

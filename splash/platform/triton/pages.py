@@ -6,6 +6,8 @@ as `programs` says, so that a transfer leaves the rest to the step beside it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 import triton
@@ -29,28 +31,48 @@ def copy_chunks_kernel(source_ptr, target_ptr, chunks_ptr, num_chunks, BLOCK: tl
         tl.store(target_ptr + to + x_X, values_X, mask=x_X < length)
 
 
-def copy_extents(target: torch.Tensor, source: torch.Tensor, extents: np.ndarray, programs: int = 16) -> None:
-    """Copy byte ranges on the current stream, in one launch and without waiting for it.
+@dataclass(frozen=True)
+class ChunkTable:
+    """Extents cut into chunks, on the device: made once, used for every layer."""
+
+    chunks: torch.Tensor
+    words: bool
+
+
+def chunk_table(extents: np.ndarray, device: torch.device) -> ChunkTable:
+    """The table of `extents`, int64 [n, 3] of (to, from, bytes), uploaded on the current stream."""
+    chunks = split_extents(extents, CHUNK_BYTES)
+    words = not (chunks % 16).any()
+    table = torch.from_numpy(np.ascontiguousarray(chunks // 4 if words else chunks))
+    if device.type != "cpu":
+        table = table.pin_memory().to(device, non_blocking=True)
+    return ChunkTable(table, words)
+
+
+def copy_chunks(target: torch.Tensor, source: torch.Tensor, table: ChunkTable, programs: int) -> None:
+    """Copy what the table says on the current stream, in one launch and without waiting for it.
 
     Args:
         target: uint8 [bytes] on this device.
-        source: uint8 [bytes], on this device or a peer's memory mapped here; may be `target`.
-        extents: int64 [n, 3] of (to, from, bytes). No range written may overlap one read.
+        source: uint8 [bytes], on this device or a peer's memory mapped here; may be `target`. No range written may
+            overlap one read.
         programs: multiprocessors to use at most.
     """
-    chunks = split_extents(extents, CHUNK_BYTES)
-    if not len(chunks):
+    num_chunks = len(table.chunks)
+    if not num_chunks:
         return
-    words = not (chunks % 16).any() and target.data_ptr() % 16 == 0 and source.data_ptr() % 16 == 0
     block = CHUNK_BYTES
-    if words:
-        chunks, block = chunks // 4, CHUNK_BYTES // 4
-        target, source = _words(target), _words(source)
-    table = torch.from_numpy(np.ascontiguousarray(chunks))
-    if target.is_cuda:
-        table = table.pin_memory().to(target.device, non_blocking=True)
-    grid = (min(programs, len(chunks)),)
-    copy_chunks_kernel[grid](source, target, table, len(chunks), BLOCK=block, WORDS=words, num_warps=_WARPS)
+    if table.words:
+        assert target.data_ptr() % 16 == 0 and source.data_ptr() % 16 == 0
+        target, source, block = _words(target), _words(source), CHUNK_BYTES // 4
+    copy_chunks_kernel[(min(programs, num_chunks),)](
+        source, target, table.chunks, num_chunks, BLOCK=block, WORDS=table.words, num_warps=_WARPS
+    )
+
+
+def copy_extents(target: torch.Tensor, source: torch.Tensor, extents: np.ndarray, programs: int = 16) -> None:
+    """`copy_chunks` of extents that are used once."""
+    copy_chunks(target, source, chunk_table(extents, target.device), programs)
 
 
 def move_pages(arena: torch.Tensor, to: np.ndarray, start: np.ndarray, slot_bytes: int, programs: int = 16) -> None:
