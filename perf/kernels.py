@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ EXPERTS = [
     (2048, 8),
     (16384, 8),
 ]  # rows x choices of each, among 64 experts, 32 of them here
+PREFILL_HEADS, MADE_HEADS, LONG_REPEATS = 128, 16, 3
 TOLERANCE = 2e-2  # of bf16 results, |got - want| / |want|
 
 
@@ -169,50 +171,85 @@ def decode(limits: dict[str, float]) -> list[dict[str, Any]]:
     return rows
 
 
-def prefill(limits: dict[str, float]) -> list[dict[str, Any]]:
+def prefill(limits: dict[str, float], ragged: bool = True) -> list[dict[str, Any]]:
     rows = []
-    attention = TritonAttention("cuda")
-    heads = 128
     for num_rows, history in PREFILL:
         cache = Paged(1, history + num_rows, num_rows)
-        batch = cache.batch
-        pairs = num_rows * history + num_rows * (num_rows + 1) // 2
-        repeats = 3 if num_rows * history > 1 << 28 else 7
-        keys = cache.history(0)
-        q = torch.randn(num_rows, heads, C + R, device="cuda", dtype=torch.bfloat16)
-        out, _ = attention.attend(q, cache.pages, batch, SCALE, C)
-        row: dict[str, Any] = {"what": "prefill absorbed", "rows": num_rows, "history": history, "heads": heads}
-        middle = num_rows // 2
-        want, _ = reference(q[middle], keys[: history + middle + 1])
-        row["error"] = error(out[middle], want)
-        ms = milliseconds(lambda: attention.attend(q, cache.pages, batch, SCALE, C), repeats, graph=False)  # noqa: B023
-        row |= {"ms": ms, "tflop_s": 2 * pairs * heads * (2 * C + R) / ms / 1e9}
-        row["of_gemm"] = row["tflop_s"] / limits["gemm_tflop_s"]
-        theirs = flashinfer_mla(cache, heads, q, True)
-        if theirs is not None:
-            error(theirs(), out)
-            row["flashinfer_ms"] = milliseconds(theirs, repeats, graph=False)
-            row["of_flashinfer"] = row["flashinfer_ms"] / ms
-        show(row)
-        rows.append(row)
-        absorbed_ms = ms
-        del q, out, want, theirs
-
-        q = torch.randn(num_rows, heads, NOPE + R, device="cuda", dtype=torch.bfloat16)
-        kv_b = torch.randn(heads, NOPE + VALUE, C, device="cuda", dtype=torch.bfloat16) * C**-0.5
-        out = attention.attend_expanded(q, cache.pages, batch, kv_b, SCALE)
-        row = {"what": "prefill expanded", "rows": num_rows, "history": history, "heads": heads}
-        row["error"] = error(out[middle, :2], reference_expanded(q[middle, :2], keys[: history + middle + 1], kv_b[:2]))
-        ms = milliseconds(lambda: attention.attend_expanded(q, cache.pages, batch, kv_b, SCALE), repeats, graph=False)  # noqa: B023
-        # What attention itself computes; making keys and values is the price of the form and counts as time.
-        row |= {"ms": ms, "tflop_s": 2 * pairs * heads * (NOPE + R + VALUE) / ms / 1e9, "of_absorbed": absorbed_ms / ms}
-        row["of_gemm"] = row["tflop_s"] / limits["gemm_tflop_s"]
-        row |= flashinfer_expanded(q, keys, kv_b, out, ms, repeats)
-        show(row)
-        rows.append(row)
-        del q, kv_b, out
+        absorbed = prefill_absorbed(cache, limits)
         torch.cuda.empty_cache()
+        expanded = prefill_expanded(cache, limits, ragged)
+        expanded["of_absorbed"] = absorbed["ms"] / expanded["ms"]
+        torch.cuda.empty_cache()
+        for row in (absorbed, expanded):
+            show(row)
+            rows.append(row)
     return rows
+
+
+def causal_pairs(cache: Paged) -> int:
+    """Pairs of a row and a key that it sees."""
+    history = cache.length - cache.rows
+    return cache.rows * history + cache.rows * (cache.rows + 1) // 2
+
+
+def prefill_absorbed(cache: Paged, limits: dict[str, float]) -> dict[str, Any]:
+    attention, heads, history = TritonAttention("cuda"), PREFILL_HEADS, cache.length - cache.rows
+    row: dict[str, Any] = {"what": "prefill absorbed", "rows": cache.rows, "history": history, "heads": heads}
+    q = torch.randn(cache.rows, heads, C + R, device="cuda", dtype=torch.bfloat16)
+    out, _ = attention.attend(q, cache.pages, cache.batch, SCALE, C)
+    middle = cache.rows // 2
+    want, _ = reference(q[middle], cache.history(0)[: history + middle + 1])
+    row["error"] = error(out[middle], want)
+    ms = milliseconds(lambda: attention.attend(q, cache.pages, cache.batch, SCALE, C), LONG_REPEATS, graph=False)
+    row |= {"ms": ms, "tflop_s": 2 * causal_pairs(cache) * heads * (2 * C + R) / ms / 1e9}
+    row["of_gemm"] = row["tflop_s"] / limits["gemm_tflop_s"]
+    theirs = flashinfer_mla(cache, heads, q, True)
+    if theirs is not None:
+        error(theirs(), out)
+        row["flashinfer_ms"] = milliseconds(theirs, LONG_REPEATS, graph=False)
+        row["of_flashinfer"] = row["flashinfer_ms"] / ms
+    return row
+
+
+def prefill_expanded(cache: Paged, limits: dict[str, float], ragged: bool) -> dict[str, Any]:
+    """Attention that makes each head's keys and values first, beside attention that is given them."""
+    attention, heads, history = TritonAttention("cuda"), PREFILL_HEADS, cache.length - cache.rows
+    row: dict[str, Any] = {"what": "prefill expanded", "rows": cache.rows, "history": history, "heads": heads}
+    q = torch.randn(cache.rows, heads, NOPE + R, device="cuda", dtype=torch.bfloat16)
+    kv_b = torch.randn(heads, NOPE + VALUE, C, device="cuda", dtype=torch.bfloat16) * C**-0.5
+    keys = cache.history(0)
+
+    def ours() -> torch.Tensor:
+        return attention.attend_expanded(q, cache.pages, cache.batch, kv_b, SCALE)
+
+    def make() -> None:
+        for head in range(0, heads, MADE_HEADS):  # the product alone, in pieces that fit
+            _ = keys[:, :C] @ kv_b[head : head + MADE_HEADS].flatten(0, 1).t()
+
+    out = ours()
+    middle = cache.rows // 2
+    row["error"] = error(out[middle, :2], reference_expanded(q[middle, :2], keys[: history + middle + 1], kv_b[:2]))
+    ms, make_ms = milliseconds(ours, LONG_REPEATS, graph=False), milliseconds(make, LONG_REPEATS, graph=False)
+    # Rates count what attention computes; making keys and values is the price of the form.
+    flop = 2 * causal_pairs(cache) * heads * (NOPE + R + VALUE)
+    row |= {"ms": ms, "tflop_s": flop / ms / 1e9, "make_ms": make_ms, "attention_tflop_s": flop / (ms - make_ms) / 1e9}
+    row["of_gemm"] = row["tflop_s"] / limits["gemm_tflop_s"]
+    # Theirs on a few heads, whose keys and values fit: heads are independent.
+    part = slice(0, MADE_HEADS)
+    made = (keys[:, :C] @ kv_b[part].flatten(0, 1).t()).view(len(keys), MADE_HEADS, NOPE + VALUE)
+    k = torch.cat((made[..., :NOPE], keys[:, None, C:].expand(-1, MADE_HEADS, -1)), dim=-1)
+    v = made[..., NOPE:].contiguous()
+    share = flop * MADE_HEADS / heads
+    theirs: dict[str, tuple[Callable[[], torch.Tensor] | None, float]] = {}
+    if ragged:
+        theirs["flashinfer"] = (flashinfer_ragged(q[:, part].contiguous(), k, v, out[:, part]), share)
+    whole = share * cache.rows * cache.length / causal_pairs(cache)
+    theirs["cudnn"] = (cudnn_attention(q[:, part], k, v), whole)
+    for name, (call, counted) in theirs.items():
+        if call is not None:
+            row[f"{name}_tflop_s"] = counted / milliseconds(call, LONG_REPEATS, graph=False) / 1e9
+            row[f"of_{name}"] = row["attention_tflop_s"] / row[f"{name}_tflop_s"]
+    return row
 
 
 def reference_expanded(q_hd: torch.Tensor, keys_LK: torch.Tensor, kv_b_hEC: torch.Tensor) -> torch.Tensor:
@@ -224,36 +261,40 @@ def reference_expanded(q_hd: torch.Tensor, keys_LK: torch.Tensor, kv_b_hEC: torc
     return torch.einsum("hl,hlv->hv", scores.softmax(-1), expanded_hLE[..., NOPE:])
 
 
-def flashinfer_expanded(
-    q: torch.Tensor, keys_LK: torch.Tensor, kv_b: torch.Tensor, ours: torch.Tensor, ms: float, repeats: int
-) -> dict[str, float]:
-    """FlashInfer's attention alone, given keys and values; and ours without the time to make them."""
+def flashinfer_ragged(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ours: torch.Tensor
+) -> Callable[[], torch.Tensor] | None:
+    """FlashInfer's causal attention, given keys and values; None where it is not installed."""
     try:
         from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
     except ImportError:
-        return {}
-    heads, length = q.shape[1], len(keys_LK)
-    make = lambda: keys_LK[:, :C] @ kv_b.flatten(0, 1).t()  # noqa: E731
-    make_ms = milliseconds(make, repeats, graph=False)
-    expanded = make().view(length, heads, NOPE + VALUE)
-    k = torch.cat((expanded[..., :NOPE], keys_LK[:, None, C:].expand(-1, heads, -1)), dim=-1)
-    v = expanded[..., NOPE:].contiguous()
-    del expanded
-    wrapper = BatchPrefillWithRaggedKVCacheWrapper(
-        torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), kv_layout="NHD", backend="fa3"
-    )
-    bounds = [torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (len(q), length)]
+        return None
+    workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, kv_layout="NHD", backend="fa3")
+    bounds = [torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (len(q), len(k))]
+    heads = q.shape[1]
     wrapper.plan(
         *bounds, heads, heads, NOPE + R, head_dim_vo=VALUE, causal=True, sm_scale=SCALE, q_data_type=torch.bfloat16
     )
     error(wrapper.run(q, k, v), ours)
-    theirs = milliseconds(lambda: wrapper.run(q, k, v), repeats, graph=False)
-    return {
-        "make_ms": make_ms,
-        "flashinfer_ms": theirs,
-        "of_flashinfer": theirs / (ms - make_ms),
-        "whole_of_flashinfer": theirs / ms,
-    }
+    return lambda: wrapper.run(q, k, v)
+
+
+def cudnn_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+    """cuDNN's attention of every row to every key, given keys and values; None where it refuses these dims."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    qkv = [x.transpose(0, 1).unsqueeze(0).contiguous() for x in (q, k, v)]
+
+    def call() -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(*qkv, scale=SCALE)
+
+    try:
+        call()
+    except RuntimeError:
+        return None
+    return call
 
 
 def experts(limits: dict[str, float]) -> list[dict[str, Any]]:
@@ -375,13 +416,15 @@ SECTIONS: dict[str, Callable[[dict[str, float]], list[dict[str, Any]]]] = {
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m perf.kernels", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections to run")
+    parser.add_argument("--no-ragged", action="store_true", help="leave out FlashInfer's prefill: minutes to compile")
     parser.add_argument("--out", type=Path, help="write the record here as well")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
+    sections = SECTIONS | {"prefill": partial(prefill, ragged=not options.no_ragged)}
     with torch.inference_mode():
         limits = ceilings()
         print(f"ceilings: copy {limits['copy_gb_s']:.0f} GB/s, bf16 product {limits['gemm_tflop_s']:.0f} TFLOP/s")
-        results = {name: SECTIONS[name](limits) for name in options.only}
+        results = {name: sections[name](limits) for name in options.only}
     rounded = {
         name: [{k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()} for row in rows]
         for name, rows in results.items()

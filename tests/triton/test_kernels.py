@@ -187,4 +187,4 @@ def test_split_extents_cover_what_they_split(extents: list[tuple[int, int, int]]
     got = pages.split_extents(table, chunk)
     want = {(to + i, start + i) for to, start, size in extents for i in range(size)}
     assert {(to + i, start + i) for to, start, size in got.tolist() for i in range(size)} == want
-    assert not len(got) or (0 < got[:, 2].min() and got[:, 2].max() <= chunk)
+    assert not len(got) or (got[:, 2].min() > 0 and got[:, 2].max() <= chunk)

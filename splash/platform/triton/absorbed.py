@@ -5,8 +5,8 @@ to a run of tiles of BLOCK_N keys: that is a segment, one program's work (`splas
 prefill, few heads and many are the same kernel with other segments. A block whose keys are split over segments leaves
 partial results, which a second kernel merges.
 
-Keys are loaded by the tensor copy engine (TMA) where a tile lies in one page, by cp.async of gathered rows otherwise. TMA
-cannot mask, and what lies beyond a sequence's end in its last page may be anything, so the last tile is always gathered.
+Keys are loaded by the tensor copy engine (TMA) where a tile lies in one page, by cp.async of gathered rows otherwise.
+TMA cannot mask, and what lies beyond a sequence's end in its last page may be anything: the last tile is gathered.
 
 Softmax is in base 2 inside (one instruction a score) and base e outside.
 """

@@ -8,7 +8,6 @@ from typing import cast
 
 import numpy as np
 import torch
-import triton
 
 from splash.platform.base import AttentionBackend, AttentionBatch
 from splash.platform.triton import expanded
@@ -84,28 +83,34 @@ class AbsorbedBuffers:
         )
         self._sizes = (self.max_segments * SEGMENT_FIELDS, self.max_splits * SPLIT_FIELDS, max_rows, max_pages)
         total = sum(self._sizes)
-        self._host = torch.zeros(total, dtype=torch.int32, pin_memory=device.type == "cuda")
+        # Two, so that one can be written while the other's upload waits behind the device's work.
+        is_cuda = device.type == "cuda"
+        self._hosts = [torch.zeros(total, dtype=torch.int32, pin_memory=is_cuda) for _ in range(2)]
+        self._uploaded = [torch.cuda.Event() for _ in range(2)] if is_cuda else []
+        self._turn = 0
         self._device = torch.zeros(total, dtype=torch.int32, device=device)
         self.segments, self.splits, self.visible, self.slots = self._device.split(self._sizes)
         self.num_segments, self.num_splits = self.max_segments, self.max_splits  # programs to launch
 
     def load(self, batch: AttentionBatch) -> None:
-        """Plan `batch` and upload it on the current stream.
-
-        The caller sees to it that an upload before has ended: a step whose results are known has.
-        """
+        """Plan `batch` and upload it on the current stream. Waits only for the upload before the last one."""
         shape = self.shape
         plan = plan_absorbed(
             batch, shape.page_size, shape.num_heads, shape.tiles.rows, shape.tiles.columns, shape.programs
         )
         assert len(plan.visible) <= self.max_rows and len(plan.slots) <= self.max_pages
-        host = self._host.numpy()
+        self._turn ^= 1
+        if self._uploaded:
+            self._uploaded[self._turn].synchronize()
+        host = self._hosts[self._turn].numpy()
         start = 0
         for part, size in zip((plan.segments, plan.splits, plan.visible, plan.slots), self._sizes, strict=True):
             host[start : start + part.size] = part.reshape(-1)
             host[start + part.size : start + size] = 0  # a segment or split of no pairs is no work
             start += size
-        self._device.copy_(self._host, non_blocking=True)
+        self._device.copy_(self._hosts[self._turn], non_blocking=True)
+        if self._uploaded:
+            self._uploaded[self._turn].record()
         self._planned = (len(plan.segments), len(plan.splits))
 
     def fit(self) -> None:
@@ -122,7 +127,9 @@ class TritonAttention(AttentionBackend):
         self._partials: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._expanded_bytes = _EXPANDED_BYTES
         # Gluon, which only Hopper's kernel needs, is experimental: nothing else should depend on it.
-        self._hopper = import_module("splash.platform.triton.hopper") if self._target.capability == 9 else None
+        is_hopper = self._target.capability == 9
+        self._hopper = import_module("splash.platform.triton.hopper") if is_hopper else None
+        self._hopper_expanded = import_module("splash.platform.triton.hopper_expanded") if is_hopper else None
 
     def buffers(
         self, max_rows: int, max_pages: int, num_heads: int, page_size: int, dtype: torch.dtype
@@ -137,7 +144,7 @@ class TritonAttention(AttentionBackend):
     def attend(
         self, q_nHK: torch.Tensor, pages_SPK: torch.Tensor, batch: AttentionBatch, scale: float, value_dim: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        num_rows, num_heads, key_dim = q_nHK.shape
+        num_rows, num_heads, _key_dim = q_nHK.shape
         page_size = pages_SPK.shape[1]
         assert page_size & (page_size - 1) == 0, "the page size is a power of two"
         out_nHC = q_nHK.new_empty(num_rows, num_heads, value_dim)
@@ -154,36 +161,20 @@ class TritonAttention(AttentionBackend):
             plan.load(batch)
             plan.fit()
             batch.device_state[shape.key] = plan
-        tiles = shape.tiles
-        part_out, part_lse = self._workspace(shape, value_dim)
-        rotary_dim = key_dim - value_dim
-        by_hand = self._hopper is not None and self._hopper.fits(q_nHK, pages_SPK, value_dim)
-        block_c, block_r = max(16, next_power_of_2(value_dim)), max(16, next_power_of_2(rotary_dim))
-        flat_LK = _flat(pages_SPK)
-        tma = (
-            tiles.tma and not by_hand and flat_LK is not None and describable(flat_LK) and page_size % tiles.columns == 0
-            and block_c == value_dim and rotary_dim in (0, block_r)
-        )  # fmt: skip
-        latents = descriptor(flat_LK, tiles.columns, block_c) if tma and flat_LK is not None else None
-        rotaries = descriptor(flat_LK, tiles.columns, block_r) if tma and flat_LK is not None else None
-        if self._hopper is not None and by_hand:
+        partials = self._workspace(shape, value_dim)
+        if self._hopper is not None and self._hopper.fits(q_nHK, pages_SPK, value_dim):
             self._hopper.attend(
-                q_nHK, pages_SPK, plan.segments[: plan.num_segments * SEGMENT_FIELDS], plan.visible, plan.slots,
-                out_nHC, lse_nH, part_out, part_lse, scale * LOG2E, value_dim,
+                q_nHK, pages_SPK, plan.segments, plan.num_segments, plan.visible, plan.slots, out_nHC, lse_nH,
+                *partials, scale * LOG2E, value_dim,
             )  # fmt: skip
         else:
-            attend_kernel[(plan.num_segments,)](
-            q_nHK, pages_SPK, latents, rotaries, plan.segments, plan.visible, plan.slots,
-            out_nHC, lse_nH, part_out, part_lse, scale * LOG2E, num_heads, q_nHK.stride(0), q_nHK.stride(1),
-            pages_SPK.stride(0), pages_SPK.stride(1), out_nHC.stride(0), out_nHC.stride(1),
-            C=value_dim, R=rotary_dim, BLOCK_C=block_c, BLOCK_R=block_r, BLOCK_M=tiles.rows, BLOCK_N=tiles.columns,
-            PAGE=page_size, USE_TMA=tma, STAGES=tiles.stages, PRECISION=tiles.precision, num_warps=tiles.warps,
-        )  # fmt: skip
+            _launch_absorbed(q_nHK, pages_SPK, plan, out_nHC, lse_nH, partials, scale)
         if plan.num_splits:
-            pairs, unroll = (1, 8) if plan.num_splits * tiles.rows <= 2048 else (4, 4)
-            merge_splits_kernel[(plan.num_splits, tiles.rows // pairs)](
-                part_out, part_lse, plan.splits, out_nHC, lse_nH, num_heads, out_nHC.stride(0), out_nHC.stride(1),
-                C=value_dim, BLOCK_C=block_c, BLOCK_M=tiles.rows, PAIRS=pairs, UNROLL=unroll,
+            rows = shape.tiles.rows
+            pairs, unroll = (1, 8) if plan.num_splits * rows <= 2048 else (4, 4)
+            merge_splits_kernel[(plan.num_splits, rows // pairs)](
+                *partials, plan.splits, out_nHC, lse_nH, num_heads, out_nHC.stride(0), out_nHC.stride(1),
+                C=value_dim, BLOCK_C=max(16, next_power_of_2(value_dim)), BLOCK_M=rows, PAIRS=pairs, UNROLL=unroll,
             )  # fmt: skip
         return out_nHC, lse_nH
 
@@ -200,6 +191,7 @@ class TritonAttention(AttentionBackend):
         latent_dim = kv_b_HEC.shape[2]
         nope_dim = head_dim - (key_dim - latent_dim)
         value_dim = kv_b_HEC.shape[1] - nope_dim
+        dims = (nope_dim, value_dim, latent_dim)
         out_nHV = q_nHd.new_empty(num_rows, num_heads, value_dim)
         if not num_rows:
             return out_nHV
@@ -223,9 +215,14 @@ class TritonAttention(AttentionBackend):
             for start in range(0, num_keys, window):
                 latents = latents_TK[start : start + window]
                 kv_TE = latents[:, :latent_dim] @ kv_b_EC.t()
+                if self._hopper_expanded is not None and self._hopper_expanded.fits(q_nHd, kv_TE, latents, dims):
+                    self._hopper_expanded.attend(
+                        q_nHd, kv_TE, latents, plan.blocks, plan.visible, state_nhV, lse_nh, scale * LOG2E, start,
+                        first, has_windows, dims,
+                    )  # fmt: skip
+                    continue
                 _launch_expanded(
-                    q_nHd, kv_TE, latents, plan, state_nhV, lse_nh, scale, start, first, has_windows,
-                    (nope_dim, value_dim, latent_dim), tiles,
+                    q_nHd, kv_TE, latents, plan, state_nhV, lse_nh, scale, start, first, has_windows, dims, tiles
                 )  # fmt: skip
             if has_windows:
                 out_nhV.copy_(state_nhV)
@@ -270,6 +267,35 @@ def _upload(plan: ExpandedPlan, device: torch.device) -> _ExpandedOnDevice:
     )
 
 
+def _launch_absorbed(
+    q_nHK: torch.Tensor,
+    pages_SPK: torch.Tensor,
+    plan: AbsorbedBuffers,
+    out_nHC: torch.Tensor,
+    lse_nH: torch.Tensor,
+    partials: tuple[torch.Tensor, torch.Tensor],
+    scale: float,
+) -> None:
+    """Run the plan's segments by the kernel that every target compiles."""
+    tiles, page_size, value_dim = plan.shape.tiles, pages_SPK.shape[1], out_nHC.shape[2]
+    rotary_dim = q_nHK.shape[2] - value_dim
+    block_c, block_r = max(16, next_power_of_2(value_dim)), max(16, next_power_of_2(rotary_dim))
+    latents = rotaries = None
+    flat_LK = _flat(pages_SPK)
+    is_whole = block_c == value_dim and rotary_dim in (0, block_r) and page_size % tiles.columns == 0
+    if tiles.tma and is_whole and flat_LK is not None and describable(flat_LK):
+        latents = descriptor(flat_LK, tiles.columns, block_c)
+        rotaries = descriptor(flat_LK, tiles.columns, block_r)
+    attend_kernel[(plan.num_segments,)](
+        q_nHK, pages_SPK, latents, rotaries, plan.segments, plan.visible, plan.slots, out_nHC, lse_nH, *partials,
+        scale * LOG2E, plan.shape.num_heads, q_nHK.stride(0), q_nHK.stride(1),
+        pages_SPK.stride(0), pages_SPK.stride(1), out_nHC.stride(0), out_nHC.stride(1),
+        C=value_dim, R=rotary_dim, BLOCK_C=block_c, BLOCK_R=block_r, BLOCK_M=tiles.rows, BLOCK_N=tiles.columns,
+        PAGE=page_size, USE_TMA=latents is not None, STAGES=tiles.stages, PRECISION=tiles.precision,
+        num_warps=tiles.warps,
+    )  # fmt: skip
+
+
 def _launch_expanded(
     q_nHd: torch.Tensor,
     kv_TE: torch.Tensor,
@@ -293,9 +319,7 @@ def _launch_expanded(
     block_r, block_v = max(16, next_power_of_2(rotary_dim)), max(16, next_power_of_2(value_dim))
     is_whole = first + second == nope_dim and rotary_dim in (0, block_r) and block_v == value_dim
     tma = tiles.tma and is_whole and describable(kv_TE) and describable(latents_TK)
-    num_rows = out_nhV.shape[0]
-    num_heads = out_nhV.shape[1]
-    columns = tiles.columns
+    num_heads, columns = out_nhV.shape[1], tiles.columns
     expanded.expanded_kernel[(len(plan.blocks), num_heads)](
         q_nHd, kv_TE, latents_TK,
         descriptor(kv_TE, columns, first) if tma else None,
@@ -310,7 +334,6 @@ def _launch_expanded(
         BLOCK_V=block_v, BLOCK_M=tiles.rows, BLOCK_N=columns, USE_TMA=tma, WINDOWS=has_windows, STAGES=tiles.stages,
         PRECISION=tiles.precision, num_warps=tiles.warps,
     )  # fmt: skip
-    assert num_rows == q_nHd.shape[0]
 
 
 def _flat(pages_SPK: torch.Tensor) -> torch.Tensor | None:

@@ -1,8 +1,8 @@
 """Expanded attention on the device: each head's own keys and values, computed from the latents beforehand.
 
-The keys of all sequences of a batch lie one after another, T of them: each head's [nope | value] in an array [T, h, N + V],
-the rotary part that all heads share in the gathered latents [T, C + R]. A program attends one head of a block of rows to
-a window of the keys; from the second window on it merges with what the windows before gave.
+The keys of all sequences of a batch lie one after another, T of them: each head's [nope | value] in [T, h, N + V], the
+rotary part that all heads share in the gathered latents [T, C + R]. A program attends one head of a block of rows to a
+window of the keys; from the second window on it merges with what the windows before gave.
 
 N may be any sum of a power of two and a smaller one (128, or 192 = 128 + 64): tiles are powers of two.
 """
@@ -29,9 +29,9 @@ def _load_tile(pointer, descriptor, row, column, rows_N, limit, stride, columns,
 
 @triton.jit
 def expanded_kernel(
-    q_ptr, kv_ptr, latent_ptr, first_desc, second_desc, rotary_desc, value_desc, blocks_ptr, visible_ptr, out_ptr, lse_ptr,
-    scale_log2, window_start, window_end, num_keys, first_head, q_row, q_head, kv_row, latent_row, out_row, out_head,
-    num_heads,
+    q_ptr, kv_ptr, latent_ptr, first_desc, second_desc, rotary_desc, value_desc, blocks_ptr, visible_ptr, out_ptr,
+    lse_ptr, scale_log2, window_start, window_end, num_keys, first_head, q_row, q_head, kv_row, latent_row, out_row,
+    out_head, num_heads,
     N: tl.constexpr, V: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
     FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr, WINDOWS: tl.constexpr, STAGES: tl.constexpr,

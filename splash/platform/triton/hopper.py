@@ -1,4 +1,4 @@
-"""Absorbed attention for Hopper, in Gluon: the same segments and results as `absorbed.attend_kernel`, scheduled by hand.
+"""Absorbed attention for Hopper, in Gluon: the segments and results of `absorbed.attend_kernel`, scheduled by hand.
 
 Two warpgroups share a block of 64 pairs. For the scores each takes half of a tile's keys, for the output half of the
 value dims, so that 64 x 512 accumulators fit in registers. Shared memory holds the queries and two tiles of keys and no
@@ -6,9 +6,12 @@ more, and Triton's own pipeline asks for a tile only when the one before it is d
 the buffer is free, which is right after the last tile's values have been used: it arrives behind the scores and the
 softmax of the tile at hand.
 
-    tensor cores   | scores i | values i-1 (from before)       ...  | values i
-    softmax        |            | softmax i, rescale               |
-    copy engine    |  tile i+1 into the buffer of i-1 ........................
+    tensor cores   | scores i                  |                    | values i
+    softmax        |                           | softmax i, rescale |
+    copy engine    |  tile i+1 into the buffer of i-1 .....................
+
+Some of the queries are held in registers: products with keys that only one operand comes from shared memory for run at
+full rate, those with both at two thirds (a warpgroup's 32 keys are few beside its 64 queries).
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ ROWS, KEYS, WARPS = 64, 64, 8  # pairs of a block, keys of a tile
 _FIELDS = gl.constexpr(SEGMENT_FIELDS)
 _LN2 = gl.constexpr(0.6931471805599453)
 _ZEROED_ROWS = gl.constexpr(16)
+_HELD = gl.constexpr(128)  # latent dims of the queries that are held in registers, beside the rotary ones
 # Names of Triton 3.9, and of 3.6.
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -58,6 +62,17 @@ def _copy_tile(
 
 
 @gluon.jit
+def _rows(
+    q_ptr, first_pair, num_pairs, num_heads, q_row, q_head, first_column, COLUMNS: gl.constexpr, ROWS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Pointers to some columns of a block's queries; pairs beyond the block's are its last one again."""
+    pair_M = first_pair + gl.minimum(gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), num_pairs - 1)
+    q_M = q_ptr + (pair_M // num_heads).to(gl.int64) * q_row + (pair_M % num_heads) * q_head
+    return q_M[:, None] + (first_column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT)))[None, :]
+
+
+@gluon.jit
 def _silence(latent_NC, key, most, C: gl.constexpr, KEYS: gl.constexpr):
     """Zero the tile's rows beyond the end: what lies there may be NaN, which a weight of 0 does not silence."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
@@ -72,35 +87,42 @@ def _silence(latent_NC, key, most, C: gl.constexpr, KEYS: gl.constexpr):
 
 @gluon.jit
 def _attend_tile(
-    i, tile, num_tiles, q_MC, q_MR, latent_BNC, rotary_BNR, arrived_B, latents, rotaries, slots_ptr, most, visible_M,
-    nothing, acc, most_M, total_MN, scale_log2, C: gl.constexpr, R: gl.constexpr, KEYS: gl.constexpr,
-    PAGE: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr,
+    i, tile, num_tiles, q_MC, held_MC, held_MR, weights_MN, latent_BNC, rotary_BNR, arrived_B, latents, rotaries,
+    slots_ptr, most, visible_M, nothing, acc, most_M, total_MN, scale_log2, C: gl.constexpr, R: gl.constexpr,
+    KEYS: gl.constexpr, PAGE: gl.constexpr, PIECES: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr,
 ):  # fmt: skip
     """Tile `tile`, the program's i-th: returns the product with its values still running."""
     buffer = i & 1
     latent_NC, rotary_NR = latent_BNC.index(buffer), rotary_BNR.index(buffer)
     acc_MC = warpgroup_mma_wait(0, deps=[acc])
-    _barrier()  # both warpgroups are done with the other buffer
+    mbarrier.wait(arrived_B.index(buffer), (i >> 1) & 1)
+    keys_CN = latent_NC.permute((1, 0))
+    scores = warpgroup_mma(held_MC, keys_CN.slice(0, _HELD, dim=0), nothing, use_acc=False, is_async=True)
+    for piece in gl.static_range(PIECES):  # the rest in powers of two
+        part_MC = q_MC.slice(_HELD << piece, _HELD << piece, dim=1)
+        part_CN = keys_CN.slice(_HELD << piece, _HELD << piece, dim=0)
+        scores = warpgroup_mma(part_MC, part_CN, scores, is_async=True)
+    if R > 0:
+        scores = warpgroup_mma(held_MR, rotary_NR.permute((1, 0)), scores, is_async=True)
+    _barrier()  # both warpgroups are done with the tile before and its weights
     _copy_tile(
         latents, rotaries, slots_ptr, (tile + 1) * KEYS, most - 1, latent_BNC.index(buffer ^ 1),
         rotary_BNR.index(buffer ^ 1), arrived_B.index(buffer ^ 1), i + 1 < num_tiles, C, R, KEYS, PAGE,
     )  # fmt: skip
-    mbarrier.wait(arrived_B.index(buffer), (i >> 1) & 1)
-    scores = warpgroup_mma(q_MC, latent_NC.permute((1, 0)), nothing, use_acc=False, is_async=True)
-    if R > 0:
-        scores = warpgroup_mma(q_MR, rotary_NR.permute((1, 0)), scores, is_async=True)
     scores_MN = warpgroup_mma_wait(0, deps=[scores])
     keys_N = tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
     scores_MN = gl.where(keys_N[None, :] < visible_M[:, None], scores_MN * scale_log2, -float("inf"))
     higher_M = gl.maximum(most_M, gl.max(scores_MN, 1))
     # A row that has seen nothing yet has -inf here: taking 0 instead keeps exp2 at 0 where -inf - -inf would be NaN.
     base_M = gl.where(higher_M == -float("inf"), 0.0, higher_M)
-    weights_MN = gl.exp2(scores_MN - base_M[:, None])
+    own_MN = gl.exp2(scores_MN - base_M[:, None])
+    weights_MN.store(own_MN.to(gl.bfloat16))
     fade_M = gl.exp2(most_M - base_M)
-    total_MN = total_MN * fade_M[:, None] + weights_MN
-    weights = gl.convert_layout(weights_MN.to(gl.bfloat16), gl.DotOperandLayout(0, OUTPUT, 2))
+    total_MN = total_MN * fade_M[:, None] + own_MN
     acc_MC = acc_MC * gl.convert_layout(fade_M, gl.SliceLayout(1, OUTPUT))[:, None]
-    return warpgroup_mma(weights, latent_NC, acc_MC, is_async=True), higher_M, total_MN
+    fence_async_shared()
+    _barrier()
+    return warpgroup_mma(weights_MN, latent_NC, acc_MC, is_async=True), higher_M, total_MN
 
 
 @gluon.jit
@@ -108,13 +130,15 @@ def attend_kernel(
     q_ptr, latents, rotaries, segments_ptr, visible_ptr, slots_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr,
     scale_log2, num_heads, q_row, q_head, out_row, out_head,
     C: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, PAGE: gl.constexpr,
+    PIECES: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, KEYS // 2, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, C // 2, 16])
     SCORE_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     OUT_ROWS: gl.constexpr = gl.SliceLayout(1, OUTPUT)
     OUT_COLUMNS: gl.constexpr = gl.SliceLayout(0, OUTPUT)
-    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    HELD: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
 
     segment = segments_ptr + gl.program_id(0) * _FIELDS
@@ -130,7 +154,7 @@ def attend_kernel(
     latent_BNC = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, C], TILE)
     rotary_BNR = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, R if R > 0 else 64], TILE)
     q_MC = gl.allocate_shared_memory(gl.bfloat16, [ROWS, C], TILE)
-    q_MR = gl.allocate_shared_memory(gl.bfloat16, [ROWS, R if R > 0 else 64], TILE)
+    weights_MN = gl.allocate_shared_memory(gl.bfloat16, [ROWS, KEYS], TILE)
     arrived_B = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for b in gl.static_range(2):
         mbarrier.init(arrived_B.index(b), count=1)
@@ -142,15 +166,12 @@ def attend_kernel(
             arrived_B.index(0), True, C, R, KEYS, PAGE,
         )  # fmt: skip
 
-    index_M = gl.arange(0, ROWS, gl.SliceLayout(1, LOADED))
-    pair_M = first_pair + gl.minimum(index_M, num_pairs - 1)
-    q_M = q_ptr + (pair_M // num_heads).to(gl.int64) * q_row + (pair_M % num_heads) * q_head
-    c_C = gl.arange(0, 64, gl.SliceLayout(0, LOADED))
-    for column in gl.static_range(C // 64):
-        loaded = gl.load(q_M[:, None] + (column * 64 + c_C)[None, :])
-        q_MC.slice(column * 64, 64, dim=1).store(loaded)
+    # One load of all there is: in pieces, each would wait for the one before.
+    q_MC.store(gl.load(_rows(q_ptr, first_pair, num_pairs, num_heads, q_row, q_head, 0, C, ROWS, LOADED)))
+    held_MC = gl.load(_rows(q_ptr, first_pair, num_pairs, num_heads, q_row, q_head, 0, _HELD, ROWS, HELD))
+    held_MR = held_MC
     if R > 0:
-        q_MR.store(gl.load(q_M[:, None] + (C + gl.arange(0, R, gl.SliceLayout(0, LOADED)))[None, :]))
+        held_MR = gl.load(_rows(q_ptr, first_pair, num_pairs, num_heads, q_row, q_head, C, R, ROWS, HELD))
     fence_async_shared()
     _barrier()
 
@@ -163,17 +184,18 @@ def attend_kernel(
     whole = num_tiles - (tile_end * KEYS > most).to(gl.int32)  # all but a last tile that reaches beyond the end
     for i in range(whole):
         acc, most_M, total_MN = _attend_tile(
-            i, first_tile + i, num_tiles, q_MC, q_MR, latent_BNC, rotary_BNR, arrived_B, latents, rotaries, slots_ptr,
-            most, visible_M, nothing, acc, most_M, total_MN, scale_log2, C, R, KEYS, PAGE, SCORES, OUTPUT,
+            i, first_tile + i, num_tiles, q_MC, held_MC, held_MR, weights_MN, latent_BNC, rotary_BNR, arrived_B,
+            latents, rotaries, slots_ptr, most, visible_M, nothing, acc, most_M, total_MN, scale_log2, C, R, KEYS,
+            PAGE, PIECES, SCORES, OUTPUT,
         )  # fmt: skip
     acc_MC = warpgroup_mma_wait(0, deps=[acc])
     for i in range(whole, num_tiles):
         mbarrier.wait(arrived_B.index(i & 1), (i >> 1) & 1)
         _silence(latent_BNC.index(i & 1), (first_tile + i) * KEYS, most, C, KEYS)
         acc, most_M, total_MN = _attend_tile(
-            i, first_tile + i, num_tiles, q_MC, q_MR, latent_BNC, rotary_BNR, arrived_B, latents, rotaries, slots_ptr,
-            most, visible_M, nothing, warpgroup_mma_init(acc_MC), most_M, total_MN, scale_log2, C, R, KEYS, PAGE,
-            SCORES, OUTPUT,
+            i, first_tile + i, num_tiles, q_MC, held_MC, held_MR, weights_MN, latent_BNC, rotary_BNR, arrived_B,
+            latents, rotaries, slots_ptr, most, visible_M, nothing, warpgroup_mma_init(acc_MC), most_M, total_MN,
+            scale_log2, C, R, KEYS, PAGE, PIECES, SCORES, OUTPUT,
         )  # fmt: skip
         acc_MC = warpgroup_mma_wait(0, deps=[acc])
 
@@ -203,7 +225,7 @@ def fits(q_nHK: torch.Tensor, pages_SPK: torch.Tensor, value_dim: int) -> bool:
     size = pages_SPK.element_size()
     return (
         q_nHK.dtype == pages_SPK.dtype == torch.bfloat16
-        and value_dim in (128, 256, 512)
+        and value_dim in (256, 512)
         and rotary_dim in (0, 64)
         and pages_SPK.shape[1] >= 16
         and pages_SPK.stride(0) == pages_SPK.shape[1] * pages_SPK.stride(1)
@@ -217,6 +239,7 @@ def attend(
     q_nHK: torch.Tensor,
     pages_SPK: torch.Tensor,
     segments: torch.Tensor,
+    num_segments: int,
     visible: torch.Tensor,
     slots: torch.Tensor,
     out_nHC: torch.Tensor,
@@ -226,7 +249,7 @@ def attend(
     scale_log2: float,
     value_dim: int,
 ) -> None:
-    """Launch the kernel over a plan's `segments` (flat int32, blocks of ROWS pairs, tiles of KEYS keys)."""
+    """Launch the kernel over the first segments of a plan of blocks of ROWS pairs and tiles of KEYS keys."""
     page_size = pages_SPK.shape[1]
     rotary_dim = q_nHK.shape[2] - value_dim
     flat_LK = pages_SPK.flatten(0, 1)
@@ -236,8 +259,9 @@ def attend(
     rotaries = latents
     if rotary_dim:
         rotaries = TensorDescriptor(flat_LK, list(flat_LK.shape), list(flat_LK.stride()), [run, rotary_dim], layout)
-    attend_kernel[(len(segments) // SEGMENT_FIELDS,)](
+    attend_kernel[(num_segments,)](
         q_nHK, latents, rotaries, segments, visible, slots, out_nHC, lse_nH, part_out, part_lse, scale_log2,
         q_nHK.shape[1], q_nHK.stride(0), q_nHK.stride(1), out_nHC.stride(0), out_nHC.stride(1),
-        C=value_dim, R=rotary_dim, ROWS=ROWS, KEYS=KEYS, PAGE=page_size, num_warps=WARPS,
+        C=value_dim, R=rotary_dim, ROWS=ROWS, KEYS=KEYS, PAGE=page_size,
+        PIECES=(value_dim // _HELD.value).bit_length() - 1, num_warps=WARPS,
     )  # fmt: skip

@@ -121,13 +121,13 @@ def expert_tiles(target: Target, dtype: torch.dtype, rows_an_expert: float) -> t
         tiles = Tiles(16, 32, 32, warps=4, stages=1)
         return tiles, tiles
     if target.has_tma:
-        if rows_an_expert <= 16:
-            tiles = Tiles(16, 64, 128, warps=4, stages=4, tma=True, swap=True)
-            return tiles, tiles
         if rows_an_expert <= 64:
-            tiles = Tiles(64, 64, 128, warps=4, stages=3, tma=True)
+            tiles = Tiles(16 if rows_an_expert <= 8 else 32, 64, 128, warps=4, stages=4, tma=True, swap=True)
             return tiles, tiles
-        return Tiles(128, 128, 64, warps=8, stages=4, tma=True), Tiles(128, 256, 64, warps=8, stages=4, tma=True)
+        if rows_an_expert <= 128:
+            tiles = Tiles(64, 128, 64, warps=8, stages=4, tma=True)
+            return tiles, tiles
+        return Tiles(128, 128, 64, warps=8, stages=3, tma=True), Tiles(128, 256, 64, warps=8, stages=3, tma=True)
     rows = 16 if rows_an_expert <= 16 else 64
     tiles = Tiles(rows, 64, 64, warps=4, stages=1 if target.kind == "hip" else 3)
     return tiles, tiles

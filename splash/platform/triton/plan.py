@@ -1,9 +1,8 @@
 """How attention is cut into programs: worked out on the host, in numpy, once a step for every layer.
 
-Absorbed attention works on blocks of neighbouring pairs (row, head) of one sequence. A block is a *unit*'s share: the unit
-is the rows whose pairs make whole blocks and that see the same tiles of keys, so that the blocks of one unit, which read
-the same keys, run side by side and share them in the L2 cache. Where there are too few blocks to fill the device, the
-keys of a unit are split evenly over more programs, and their partial results are merged.
+Absorbed attention works on blocks of neighbouring pairs (row, head) of one sequence. A *unit* is a few rows, or one,
+whose blocks read the same keys: they run side by side and share them in the L2 cache. Where there are too few blocks to
+fill the device, the keys of a unit are split evenly over more programs, and their partial results are merged.
 """
 
 from __future__ import annotations
@@ -63,10 +62,8 @@ def plan_absorbed(
     page_starts = cast(np.ndarray, batch.page_starts)
     visible = visible_keys(batch, page_size)
     first_row, num_rows, sequence = _units(row_starts, num_heads, block_pairs)
-    some = num_rows > 0
     most = np.maximum.reduceat(visible, first_row) if len(first_row) else visible[:0]
     common = np.minimum.reduceat(visible, first_row) if len(first_row) else visible[:0]
-    assert some.all()
     tiles = -(-most // block_keys)
     blocks = -(-(num_rows * num_heads) // block_pairs)
     splits = _splits(tiles, blocks, programs)
