@@ -17,8 +17,11 @@ from splash.platform.triton.attention import TritonAttention
 from splash.platform.triton.launch import Tiles
 from tests.cpu.test_attention import Cache, Sequences, any_sequences, queries
 
+# The interpreter warns of log(0) = -inf, which is what an empty history has.
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
+
 DECODE = [(70, [69]), (1, [0]), (33, [32]), (64, [63])]
-PREFILL = [(50, range(50)), (40, range(33, 40)), (9, [8]), (5, range(5))]
+PREFILL = [(24, range(24)), (40, range(33, 40)), (9, [8]), (5, range(5))]
 
 
 def check(
@@ -34,14 +37,18 @@ def check(
     torch.testing.assert_close(lse.cpu(), want_lse, atol=max(tol, 2e-5), rtol=2e-5)
 
 
-@pytest.mark.parametrize("heads", [8, 12, 16, 32, 64, 128])
+@pytest.mark.parametrize("heads", [8, 12, 16])
 @pytest.mark.parametrize("sequences", [DECODE, PREFILL], ids=["decode", "prefill"])
-def test_any_number_of_heads(device: torch.device, heads: int, sequences: Sequences) -> None:
-    short = [(min(length, 20), [row for row in rows if row < 20] or [3]) for length, rows in sequences]
-    check(device, Cache(short if heads > 16 else sequences, 16, 40, True, torch.float32), heads, 32)
+def test_few_heads(device: torch.device, heads: int, sequences: Sequences) -> None:
+    check(device, Cache(sequences, 16, 40, True, torch.float32), heads, 32)
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 64])
+@pytest.mark.parametrize("heads", [32, 64, 128])
+def test_many_heads(device: torch.device, heads: int) -> None:
+    check(device, Cache([(20, [19]), (7, [0, 5, 6])], 16, 40, True, torch.float32), heads, 32)
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
 @pytest.mark.parametrize(("value_dim", "rotary_dim"), [(64, 16), (16, 0), (20, 6)])
 def test_any_page_size_and_dims(device: torch.device, page_size: int, value_dim: int, rotary_dim: int) -> None:
     for sequences in (DECODE, PREFILL):
@@ -105,7 +112,7 @@ def test_spaced_pages_and_strided_queries(device: torch.device) -> None:
     torch.testing.assert_close(lse.cpu(), want_lse, atol=2e-5, rtol=2e-5)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     sequences=any_sequences(),
     page_size=st.sampled_from([1, 2, 16, 64]),

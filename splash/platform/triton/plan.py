@@ -46,7 +46,7 @@ def max_segments(max_rows: int, num_heads: int, block_pairs: int, programs: int)
 
 def max_partials(programs: int) -> int:
     """Most partial slots that a plan uses: bounds the workspace."""
-    return 2 * programs
+    return 4 * programs
 
 
 def plan_absorbed(
@@ -124,8 +124,8 @@ def _units(row_starts: np.ndarray, num_heads: int, block_pairs: int) -> tuple[np
 def _splits(tiles: np.ndarray, blocks: np.ndarray, programs: int) -> np.ndarray:
     """Into how many runs of tiles each unit is split: the candidate that is estimated to end first.
 
-    With no more segments than the device runs at once, the longest decides; with more, segments are handed out as
-    programs end, which levels all but about half a segment.
+    With no more segments than the device runs at once, the longest decides. With more, segments are handed out as
+    programs end, which levels all but about half a segment; segments that are alike end in waves.
     """
     total = int((tiles * blocks).sum())
     whole = np.ones(len(tiles), dtype=np.int64)
@@ -138,7 +138,9 @@ def _splits(tiles: np.ndarray, blocks: np.ndarray, programs: int) -> np.ndarray:
     segments = (candidates * blocks).sum(axis=1)
     longest = lengths.max(axis=1) + _SEGMENT_OVERHEAD
     level = (total + segments * _SEGMENT_OVERHEAD) / programs
-    ends = np.where(segments <= programs, longest, np.maximum(longest, level + longest / 2))
+    alike = lengths.min(axis=1) + _SEGMENT_OVERHEAD > 0.8 * longest
+    ends = np.where(alike, np.ceil(segments / programs) * longest, np.maximum(longest, level + longest / 2))
+    ends = np.where(segments <= programs, longest, ends)
     partials = np.where(candidates > 1, candidates * blocks, 0).sum(axis=1)
     ends = np.where(partials <= max_partials(programs), ends, np.inf)
     return cast(np.ndarray, candidates[ends.argmin()])
