@@ -254,7 +254,7 @@ class PositionExchange(Exchange):
         chunk = slice(own.start, own.start + self._num_chunk)
         self._has_singles = len(singles) > 0
         if self._has_singles:
-            index = torch.from_numpy(singles)
+            index = torch.from_numpy(singles).to(group.device)
             self._single_rotary = Rotary(rotary_N.cos[index], rotary_N.sin[index])
             self._single_store = Store(rows, singles, group)
             self._single_batch = attention_batch(rows, singles)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from splash.core.layout import Rows
 from splash.core.spec import ModelSpec
@@ -55,14 +56,12 @@ class Transformer:
 
     def _embed(self, rows: StepRows) -> Tensor:
         """Embedding with a sharded vocabulary: each rank looks up the tokens that it has, and the parts are summed."""
-        vocab = self._weights.vocab
+        vocab, table_VD = self._weights.vocab, self._weights.embedding
         tokens = torch.from_numpy(rows.tokens_N).to(self._group.device)
         local = tokens - vocab.start
         held = (local >= 0) & (local < vocab.stop - vocab.start)
-        x_ND = torch.zeros(
-            len(tokens), self._spec.hidden_size, dtype=self._weights.embedding.dtype, device=tokens.device
-        )
-        x_ND[held] = self._weights.embedding[local[held]]
+        # Looked up whether held or not, so that no shape depends on the tokens.
+        x_ND = functional.embedding(local.clamp(0, len(table_VD) - 1), table_VD).masked_fill(~held.unsqueeze(1), 0)
         return self._reduce(x_ND, rows)
 
     def _reduce(self, partial_ND: Tensor, rows: StepRows) -> Tensor:

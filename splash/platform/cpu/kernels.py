@@ -1,4 +1,4 @@
-"""The operations around attention in plain torch, in float32 inside."""
+"""The operations around attention in plain torch, on any device, in float32 inside."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class CpuKernels(Kernels):
         order = chosen.argsort(stable=True)
         sorted_experts = chosen[order]
         # The pairs of local expert e are order[bounds[e] : bounds[e + 1]].
-        bounds = torch.searchsorted(sorted_experts, torch.arange(num_experts + 1)).tolist()
-        out_nD = torch.zeros(x_nD.shape, dtype=torch.float32)
+        bounds = torch.searchsorted(sorted_experts, torch.arange(num_experts + 1, device=x_nD.device)).tolist()
+        out_nD = torch.zeros(x_nD.shape, dtype=torch.float32, device=x_nD.device)
         if bounds[0] == bounds[-1]:
             return out_nD.to(x_nD.dtype)
         local = order[bounds[0] : bounds[-1]]
