@@ -76,7 +76,7 @@ def _run(channel: Channel, launch: Launch) -> None:
             if message.ahead is not None:
                 runner.copy_ahead(message.ahead)
     finally:
-        group.comm.close()
+        group.close()
 
 
 def main() -> None:

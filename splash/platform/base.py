@@ -73,13 +73,18 @@ class Arenas(ABC):
     def peer(self, rank: int, layer: int) -> torch.Tensor:
         """A peer's arena of `layer` mapped for one-sided reads: uint8 [arena_bytes]. `peer(own rank)` is `local`."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the memory. Nobody may look at any of the tensors after that."""
+
 
 class Communicator(ABC):
     """Collectives over the group. Every rank calls the same sequence; rows of any count, zero included.
 
-    Tensors are contiguous; any dtype torch has. Splits are along dim 0. Sums are taken in rank order, so that every
-    rank gets the same bits. A peer that does not arrive within the timeout raises `WorkerError` naming the
-    collective and the ranks missing.
+    Tensors are contiguous and on the rank's device; any dtype torch has. Splits are along dim 0. Every rank gets the
+    same bits. On a device with queues a collective is queued like any other operation: what the caller does next on the
+    device sees its result, and happens after what every rank that has rows did before. A peer that does not arrive
+    within the timeout raises `WorkerError` naming the collective, and the ranks missing where they can be known.
     """
 
     rank: int
@@ -264,6 +269,11 @@ class Rank:
     kernels: Kernels
     copies: CopyEngine
 
+    def close(self) -> None:
+        """Leave the group and let go of its memory. Whatever uses either must be gone."""
+        self.comm.close()
+        self.arenas.close()
+
 
 class Platform(ABC):
     """One kind of hardware. Constructing it is free of side effects and of heavy imports."""
@@ -287,14 +297,31 @@ class Platform(ABC):
         """Environment variables that a rank's process must start with."""
 
     @abstractmethod
-    def create_group(self, ranks: int, num_layers: int, geometry: ArenaGeometry) -> GroupHandle:
+    def attention_backends(self) -> tuple[str, ...]:
+        """Names of the attention backends that work here; "auto" takes the first that suits a model."""
+
+    @abstractmethod
+    def create_group(
+        self, ranks: int, num_layers: int, geometry: ArenaGeometry, attention: str = "auto"
+    ) -> GroupHandle:
         """In the launching process: make what the ranks share.
 
+        Args:
+            ranks: T.
+            num_layers: arenas a rank.
+            geometry: of an arena.
+            attention: one of `attention_backends()`, or "auto".
+
         Raises:
-            CapacityError: the arenas do not fit in memory.
+            CapacityError: the arenas do not fit in memory, where the launcher can know.
             PlatformUnavailable: this platform is not usable here.
         """
 
     @abstractmethod
     def join(self, handle_info: Mapping[str, int | str | list[int]], rank: int, timeout_s: float) -> Rank:
-        """In a rank's process: join the group that `create_group` made."""
+        """In a rank's process: join the group that `create_group` made.
+
+        Raises:
+            CapacityError: the arenas do not fit in the device's memory.
+            WorkerError: a peer does not come.
+        """

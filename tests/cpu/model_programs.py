@@ -74,7 +74,7 @@ def _generate(
         output = _agree(rank, plan, scores)
         if scores is not None:
             for place, request in enumerate(output.requests):
-                logits[request].append(scores[place].numpy().copy())
+                logits[request].append(scores[place].cpu().numpy())
         for progress in scheduler.apply(output):
             tokens[progress.id].append(progress.token)
         steps += 1
@@ -90,7 +90,7 @@ def _generate(
 def _agree(rank: Rank, plan: StepPlan, scores: torch.Tensor | None) -> StepOutput:
     """The output of a step, on every rank: greedy tokens as rank 0 sees them."""
     requests = tuple(query.request for query in plan.queries if query.sample)
-    chosen = scores.argmax(dim=-1) if scores is not None else torch.empty(0, dtype=torch.int64)
+    chosen = torch.empty(0, dtype=torch.int64, device=rank.device) if scores is None else scores.argmax(dim=-1)
     counts = [len(requests), *[0] * (rank.size - 1)]
     tokens = rank.comm.all_gather(chosen, counts).tolist()
     return StepOutput(plan.step, plan.epoch, requests, tuple(tokens), (None,) * len(requests))
