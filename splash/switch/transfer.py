@@ -34,21 +34,18 @@ class LayerCopies:
 
     def __init__(self, copies: RankCopies, geometry: ArenaGeometry, group: Rank) -> None:
         self._group = group
-        token, slot = geometry.kv.token_bytes, geometry.slot_bytes
-        size = (copies.last - copies.first) * token
-        skipped = copies.first * token
-        start = copies.source.astype(np.int64) * slot + skipped
-        to = copies.target.astype(np.int64) * slot + skipped
-        weights = [
-            (peer, *geometry.run(module, head_group))
-            for head_group, peer in copies.weights
-            for module in geometry.modules
-        ]
-        peers = np.r_[copies.peer.astype(np.int64), [peer for peer, _, _ in weights]].astype(np.int64)
-        start = np.r_[start, [offset for _, offset, _ in weights]].astype(np.int64)
-        to = np.r_[to, [offset for _, offset, _ in weights]].astype(np.int64)
-        size = np.r_[size, [length for _, _, length in weights]].astype(np.int64)
-        staged = np.r_[copies.staged, [copies.weights_staged] * len(weights)].astype(bool)
+        pages = np.concatenate([_page_extents(copies, plane, geometry) for plane in planes(geometry)])
+        weights = np.array(
+            [
+                (peer, offset, offset, length)
+                for head_group, peer in copies.weights
+                for offset, length in (geometry.run(module, head_group) for module in geometry.modules)
+            ],
+            dtype=np.int64,
+        ).reshape(-1, 4)
+        peers, to, start, size = np.concatenate((pages, weights)).T
+        num_planes = len(pages) // max(len(copies.peer), 1)
+        staged = np.r_[np.tile(copies.staged, num_planes), [copies.weights_staged] * len(weights)].astype(bool)
         place = np.zeros_like(to)
         place[staged] = np.cumsum(size[staged]) - size[staged]
         self.staging_bytes = int(size[staged].sum())
@@ -57,7 +54,7 @@ class LayerCopies:
         self._write_back = merge_extents(np.stack((to, place, size), axis=1)[staged])
         self._staging = torch.empty(self.staging_bytes, dtype=torch.uint8, device=group.device)
         foreign = peers != group.rank
-        is_weight = np.arange(len(peers)) >= len(copies.peer)
+        is_weight = np.arange(len(peers)) >= len(pages)
         self.kv_bytes = int(size[foreign & ~is_weight].sum())
         self.weight_bytes = int(size[foreign & is_weight].sum())
 
@@ -78,6 +75,27 @@ class LayerCopies:
         """Write what was staged to its place."""
         if len(self._write_back):
             self._group.copies.copy(self._group.arenas.local(layer), self._staging, self._write_back)
+
+
+def planes(geometry: ArenaGeometry) -> list[tuple[int, int]]:
+    """(offset in a page's slot, bytes a token) of each thing that is cached with a page, in order."""
+    latent, indexer = geometry.kv.latent_bytes, geometry.kv.indexer_bytes
+    return [(0, latent), *([(geometry.page_size * latent, indexer)] if indexer else [])]
+
+
+def _page_extents(copies: RankCopies, plane: tuple[int, int], geometry: ArenaGeometry) -> np.ndarray:
+    """(peer, to, from, bytes) of one plane of each page, int64 [n, 4]. Planes of whole pages join into one extent."""
+    offset, token_bytes = plane
+    begin = offset + copies.first * token_bytes
+    return np.stack(
+        (
+            copies.peer.astype(np.int64),
+            copies.target.astype(np.int64) * geometry.slot_bytes + begin,
+            copies.source.astype(np.int64) * geometry.slot_bytes + begin,
+            (copies.last - copies.first) * token_bytes,
+        ),
+        axis=1,
+    )
 
 
 def _by_peer(
