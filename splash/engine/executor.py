@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from splash.core import errors
 from splash.core.errors import SplashError, WorkerError
@@ -29,7 +32,13 @@ class LocalGroup:
     """
 
     def __init__(
-        self, config: EngineConfig, model_path: str, platform: Platform, ranks: int, geometry: ArenaGeometry
+        self,
+        config: EngineConfig,
+        model_path: str,
+        model_config: Mapping[str, Any],
+        platform: Platform,
+        ranks: int,
+        geometry: ArenaGeometry,
     ) -> None:
         self._timeout_s = config.step_timeout_s
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -38,10 +47,12 @@ class LocalGroup:
         self._rank_of: dict[int, int] = {}
         self._config = config
         self._model_path = model_path
+        self._model_config = json.dumps(dict(model_config))
         self._platform = platform
         self._ranks = ranks
         self._geometry = geometry
-        self._handle = platform.create_group(ranks, geometry.spec.num_layers, geometry)
+        layers = geometry.spec.num_layers
+        self._handle = platform.create_group(ranks, layers, geometry, config.attention.backend)
 
     def start(self, max_model_len: int) -> list[int]:
         """Start the ranks and wait until all are ready.
@@ -92,6 +103,8 @@ class LocalGroup:
                 platform=self._platform.name,
                 group=dict(self._handle.info),
                 model=self._model_path,
+                model_config=self._model_config,
+                load_format=config.load_format,
                 dtype=config.dtype,
                 layout=config.layout,
                 page_size=config.page_size,

@@ -13,13 +13,15 @@ from splash.switch.orders import CopyAhead, SwitchOrder, SwitchOutcome
 
 
 class Launch(msgspec.Struct, frozen=True, tag=True):
-    """First message to a rank: what to become."""
+    """First message to a rank: what to become. `model_config` is the contents of config.json, as JSON."""
 
     rank: int
     ranks: int
     platform: str
     group: dict[str, int | str | list[int]]
     model: str
+    model_config: str
+    load_format: str
     dtype: str
     layout: str
     page_size: int

@@ -15,6 +15,7 @@ from splash.engine.sampler import Sampler
 from splash.layouts.rows import step_rows
 from splash.layouts.tables import PageTables
 from splash.model.checkpoint import Checkpoint, torch_dtype
+from splash.model.dummy import DummyCheckpoint
 from splash.model.loader import Loader
 from splash.model.rope import RotaryTable
 from splash.model.transformer import Transformer
@@ -38,8 +39,9 @@ class ModelRunner:
         dtype: str,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
+        load_format: str = "safetensors",
     ) -> None:
-        """Load the weights that this rank holds in `layout`.
+        """Load the weights that this rank holds in `layout`, from `model` or where `load_format` says so made up.
 
         Raises:
             CheckpointError: the checkpoint cannot be read.
@@ -47,8 +49,12 @@ class ModelRunner:
         """
         spec, chosen = geometry.spec, parse_layout(layout)
         check_layout(chosen, spec.num_heads, group.size)
-        with Checkpoint(model) as checkpoint:
-            weights = Loader(checkpoint, geometry, group, torch_dtype(dtype)).load(chosen)
+        if load_format == "dummy":
+            source = DummyCheckpoint(group.device, torch_dtype(dtype))
+            weights = Loader(source, geometry, group, torch_dtype(dtype)).load(chosen)
+        else:
+            with Checkpoint(model) as checkpoint:
+                weights = Loader(checkpoint, geometry, group, torch_dtype(dtype)).load(chosen)
         self.weight_bytes = weights.num_bytes()
         rotary = RotaryTable(spec.rope, spec.qk_rope_head_dim, max_model_len, group.device)
         self._transformer = Transformer(spec, weights, rotary, group)

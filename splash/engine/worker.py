@@ -6,6 +6,7 @@ It obeys plans from its socket until the socket closes, which is also how it lea
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -48,11 +49,11 @@ def _run(channel: Channel, launch: Launch) -> None:
     from splash.core.memory import ArenaGeometry
     from splash.core.spec import DTYPE_BYTES, kv_format
     from splash.engine.runner import ModelRunner
-    from splash.model.config import load_model_config
+    from splash.model.config import parse_model_config
     from splash.platform.registry import get_platform
 
     torch.set_grad_enabled(False)
-    config = load_model_config(launch.model)
+    config = parse_model_config(json.loads(launch.model_config), launch.model)
     geometry = ArenaGeometry(
         spec=config.spec,
         kv=kv_format(config.spec, launch.dtype),
@@ -64,7 +65,14 @@ def _run(channel: Channel, launch: Launch) -> None:
     group = get_platform(launch.platform).join(launch.group, launch.rank, launch.collective_timeout_s)
     try:
         runner = ModelRunner(
-            launch.model, geometry, group, launch.layout, launch.dtype, launch.max_model_len, config.eos_token_ids
+            launch.model,
+            geometry,
+            group,
+            launch.layout,
+            launch.dtype,
+            launch.max_model_len,
+            config.eos_token_ids,
+            launch.load_format,
         )
         channel.send(Ready(launch.rank, runner.weight_bytes))
         while True:

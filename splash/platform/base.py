@@ -297,6 +297,19 @@ class Platform(ABC):
         """Environment variables that a rank's process must start with."""
 
     @abstractmethod
+    def arena_budget(self, ranks: int, beside_bytes: int, fraction: float) -> int:
+        """Bytes a rank that its arenas may take in all.
+
+        Args:
+            ranks: T.
+            beside_bytes: what a rank will take besides: weights that are not in the arenas, and workspace.
+            fraction: share of each device's memory to use.
+
+        Raises:
+            CapacityError: nothing is left for arenas; the message has the numbers.
+        """
+
+    @abstractmethod
     def attention_backends(self) -> tuple[str, ...]:
         """Names of the attention backends that work here; "auto" takes the first that suits a model."""
 

@@ -12,8 +12,10 @@ import torch
 
 from splash.core.errors import CapacityError, CheckpointError, ConfigError, RequestError, WorkerError
 from splash.core.request import SamplingParams
+from splash.engine.config import AttentionOptions
 from splash.engine.executor import LocalGroup
 from splash.llm import LLM
+from splash.model.choice import ModelChoice
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
@@ -119,6 +121,13 @@ def test_bad_requests_harm_nobody(llm: LLM, prompt: list[int], params: SamplingP
         ({"kv_cache_gib": 1e-4}, CapacityError, "kv_cache_gib"),
         ({"model": "/nonexistent"}, CheckpointError, "/nonexistent"),
         ({"hardware": "vax"}, ConfigError, "vax"),
+        ({"load_format": "pickle"}, ConfigError, "safetensors, dummy"),
+        ({"mem_fraction": 1.5}, ConfigError, "mem_fraction: must be above 0 and at most 1"),
+        (
+            {"attention": AttentionOptions("triton")},
+            ConfigError,
+            "attention.backend: 'triton' does not work on the CPU",
+        ),
     ],
 )
 def test_bad_options_are_refused(
@@ -126,6 +135,18 @@ def test_bad_options_are_refused(
 ) -> None:
     with pytest.raises(error, match=words):
         LLM(**{"model": str(tiny_checkpoint("base")), "ranks": 2, "kv_cache_gib": 0.1, **options})
+
+
+def test_random_weights_need_no_checkpoint(tiny_checkpoint: Callable[[str], Path]) -> None:
+    """Two layers of a model that is not there, in the shapes of its configuration, the same on every start."""
+    config = ModelChoice("few", str(tiny_checkpoint("base")), num_layers=2).contents()
+    tokens = []
+    for layout in ("dop", "dp"):
+        options = {"load_format": "dummy", "model_config": config, "layout": layout, "ranks": 2, "kv_cache_gib": 0.05}
+        with LLM("not/there", **options) as llm:
+            assert llm.engine.model_config.spec.num_layers == 2
+            tokens.append(llm.generate([5, 6, 7], GREEDY)[0].tokens)
+    assert tokens[0] == tokens[1] and len(set(tokens[0])) > 1
 
 
 def test_damaged_weights_are_refused(tiny_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

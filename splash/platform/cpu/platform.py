@@ -10,12 +10,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from splash.core.errors import CapacityError, PlatformUnavailable
+from splash.core.errors import CapacityError, ConfigError, PlatformUnavailable
 from splash.platform.base import Availability, DeviceInfo, GroupHandle, Platform, Rank
 from splash.platform.cpu import collectives as host_collectives
 
 if TYPE_CHECKING:
     from splash.core.memory import ArenaGeometry
+
+DEFAULT_ARENA_BYTES = 1 << 30
 
 
 class CpuPlatform(Platform):
@@ -61,6 +63,9 @@ class CpuPlatform(Platform):
         threads = str(max(1, _num_cores() // ranks))
         return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
 
+    def arena_budget(self, ranks: int, beside_bytes: int, fraction: float) -> int:
+        return DEFAULT_ARENA_BYTES  # memory is the host's, and others use it too
+
     def attention_backends(self) -> tuple[str, ...]:
         return ("torch",)
 
@@ -70,6 +75,8 @@ class CpuPlatform(Platform):
         availability = self.availability()
         if not availability.ok:
             raise PlatformUnavailable(f"cpu: {availability.reason}; {availability.remedy}")
+        if attention not in ("auto", *self.attention_backends()):
+            raise ConfigError("attention.backend", f"{attention!r} does not work on the CPU; choose auto or torch")
         from splash.platform.cpu.arena import arena_file_bytes
 
         assert ranks >= 1 and num_layers >= 1

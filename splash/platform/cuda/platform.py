@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _INSTALL = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130"
 _ON_CPU = "serve on the CPU: +hardware=cpu"
+CONTEXT_BYTES = 1 << 30  # of a process: CUDA's own, kernels and libraries
 
 
 class CudaPlatform(Platform):
@@ -79,6 +80,22 @@ class CudaPlatform(Platform):
             "NCCL_NVLS_ENABLE": "0",
             "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
         }
+
+    def arena_budget(self, ranks: int, beside_bytes: int, fraction: float) -> int:
+        devices = self.devices()
+        sharing = -(-ranks // len(devices))
+        total = min(device.total_bytes for device in devices[:ranks])
+        free = min(device.free_bytes for device in devices[:ranks])
+        usable = min(int(total * fraction), free) // sharing
+        budget = usable - beside_bytes - CONTEXT_BYTES
+        if budget <= 0:
+            raise CapacityError(
+                f"mem_fraction={fraction} of {_gib(total)}, of which {_gib(free)} are free, gives each of {sharing} "
+                f"ranks a GPU {_gib(usable)}. Weights beside the arenas and workspace take {_gib(beside_bytes)}, and "
+                f"the CUDA context {_gib(CONTEXT_BYTES)}: nothing is left for attention weights and KV cache. Use more "
+                "GPUs or a smaller model"
+            )
+        return budget
 
     def attention_backends(self) -> tuple[str, ...]:
         found = [name for name in ("flashinfer", "triton") if find_spec(name) is not None]

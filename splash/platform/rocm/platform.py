@@ -51,6 +51,9 @@ class RocmPlatform(Platform):
     def rank_environment(self, ranks: int) -> dict[str, str]:
         return {"OMP_NUM_THREADS": "1"}
 
+    def arena_budget(self, ranks: int, beside_bytes: int, fraction: float) -> int:
+        self._refuse()
+
     def attention_backends(self) -> tuple[str, ...]:
         return ()
 
