@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from splash.model.config import resolve_model_path
 from tests.cpu.group import run_group
 from tests.cpu.model_programs import geometry_for
 from tests.cpu.replica import Job, Limits
 from tests.cpu.switch_cases import run
 
-MODEL = "builtin:scribe"
+MODEL = str(resolve_model_path("builtin:scribe"))
 PAGE_SIZE = 64
 
 

@@ -14,7 +14,7 @@ from tests.gpu.conftest import MODEL, generate
 
 pytestmark = pytest.mark.gpu
 LENGTHS, COUNTS = (300, 3, 64, 130, 1, 77), (20, 24, 22, 20, 30, 21)
-BF16_TOLERANCE = 3e-2  # of a row of logits, after four layers of products that are rounded to 8 bits
+BF16_TOLERANCE = 2e-2  # of a row of logits, after four layers of products that are rounded to 8 bits
 
 
 @cache

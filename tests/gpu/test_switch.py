@@ -19,7 +19,7 @@ JOBS = jobs_of((100, 37, 16, 5), (170, 165, 160, 155), seed=3)
 def test_every_direction_keeps_tokens_and_bytes(
     oracle: Callable[[Sequence[Job]], dict[int, list[int]]], ranks: int, method: str
 ) -> None:
-    limits = Limits(max_model_len=400, step_bytes=256 << 10, staging_bytes=256 << 20)
+    limits = Limits(max_model_len=400, step_bytes=1 << 20, staging_bytes=256 << 20)
     arguments = {"hops": CIRCUIT, "method": method, "jobs": JOBS, "limits": limits}
     results = run(MODEL, "walk", ranks, 110, arguments, timeout_s=200.0, platform="cuda")
     check_walk(results, CIRCUIT)

@@ -195,7 +195,7 @@ def _backends(attention: str, device: torch.device) -> tuple[AttentionBackend, K
         from splash.platform.cuda.flashinfer_mla import FlashInferAttention
 
         backend = FlashInferAttention(device, backend)
-    return backend, TritonKernels()
+    return backend, TritonKernels(device)
 
 
 def _arenas_do_not_fit(info: Mapping[str, Any], rank: int, error: CapacityError) -> str:
