@@ -12,6 +12,7 @@ from splash.core.layout import check_layout, parse_layout
 from splash.core.memory import ArenaGeometry
 from splash.core.step import StepOutput, StepPlan
 from splash.engine.sampler import Sampler
+from splash.layouts.inputs import EagerInputs
 from splash.layouts.rows import step_rows
 from splash.layouts.tables import PageTables
 from splash.model.checkpoint import Checkpoint, torch_dtype
@@ -58,6 +59,7 @@ class ModelRunner:
         self.weight_bytes = weights.num_bytes()
         rotary = RotaryTable(spec.rope, spec.qk_rope_head_dim, max_model_len, group.device)
         self._transformer = Transformer(spec, weights, rotary, group)
+        self._inputs = EagerInputs(group.device)
         self._group = group
         self._geometry = geometry
         self._failed_ahead: int | None = None  # the last switch that this rank failed to copy ahead of
@@ -74,7 +76,7 @@ class ModelRunner:
             return None
         layout = parse_layout(plan.layout)
         rows = step_rows(plan, layout, self._group.rank, self._group.size, self._geometry.page_size, tables)
-        return self._transformer.forward(rows, arrive)
+        return self._transformer.forward(self._transformer.prepare(rows, self._inputs), arrive)
 
     def run(self, plan: StepPlan, order: SwitchOrder | None = None) -> tuple[StepOutput | None, SwitchOutcome | None]:
         """Carry out `plan`, and commit the switch that comes with it.

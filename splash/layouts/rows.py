@@ -8,15 +8,26 @@ since any rank can compute them.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from splash.core.layout import KV, Layout, Rows
 from splash.core.pages import PageTable
-from splash.core.step import Query, StepPlan
+from splash.core.step import NO_SLOT, Query, StepPlan
 from splash.layouts.tables import PageTables
+
+NO_QUERY = -1  # query index of an idle row
+
+
+def run_edges(values_n: np.ndarray) -> np.ndarray:
+    """Where runs of equal values begin, and the length of all: int64 [runs + 1]; [0] for no values."""
+    begins = np.ones(len(values_n), dtype=bool)
+    begins[1:] = values_n[1:] != values_n[:-1]
+    return np.r_[np.flatnonzero(begins), len(values_n)]
 
 
 @dataclass(frozen=True)
@@ -28,7 +39,8 @@ class StepRows:
         rank, ranks, page_size: as everywhere.
         queries: the plan's queries, in plan order.
         tables: the page table of each query, rows of this step included.
-        tokens_N, positions_N, query_N: token id, position and query index of each row, int64.
+        tokens_N, positions_N, query_N: token id, position and query index of each row, int64. Idle rows, which fill a
+            graph's, have the index NO_QUERY.
         is_chunk_N: bool, the row belongs to a query of several rows.
         counts_T: rows by home rank.
         sampled: for each sampling query, in plan order, its last row.
@@ -63,10 +75,41 @@ class StepRows:
         query_n, page_n = self.query_N[rows], self.positions_N[rows] // self.page_size
         slots_n = np.empty(len(query_n), dtype=np.int64)
         # Rows of a query are neighbours, so there is one look-up a query.
-        edges = np.flatnonzero(np.diff(query_n, prepend=-1, append=-1))
+        edges = run_edges(query_n)
         for start, end in itertools.pairwise(edges.tolist()):
-            slots_n[start:end] = self.tables[query_n[start]].slots_cT[page_n[start:end], self.rank]
+            query = query_n[start]
+            held = query != NO_QUERY
+            slots_n[start:end] = self.tables[query].slots_cT[page_n[start:end], self.rank] if held else NO_SLOT
         return slots_n
+
+    def padded(self, counts_T: Sequence[int]) -> tuple[StepRows, np.ndarray]:
+        """These rows with idle ones after each rank's, up to `counts_T`, all of them sampled.
+
+        Idle rows are those of no query: they hold no page, see nothing and are not cached.
+
+        Returns:
+            the rows, and for each sampling query the padded row that it samples.
+        """
+        pairs = list(zip(self.counts_T, counts_T, strict=True))
+        assert all(count <= most for count, most in pairs), f"{self.counts_T} rows do not fit in {tuple(counts_T)}"
+        total = sum(counts_T)
+        place_N = np.flatnonzero(np.concatenate([np.arange(most) < count for count, most in pairs]))
+
+        def spread(values_N: np.ndarray, idle: int) -> np.ndarray:
+            padded = np.full(total, idle, dtype=values_N.dtype)
+            padded[place_N] = values_N
+            return padded
+
+        rows = dataclasses.replace(
+            self,
+            tokens_N=spread(self.tokens_N, 0),
+            positions_N=spread(self.positions_N, 0),
+            query_N=spread(self.query_N, NO_QUERY),
+            is_chunk_N=spread(self.is_chunk_N, False),
+            counts_T=tuple(counts_T),
+            sampled=np.arange(total),
+        )
+        return rows, place_N[self.sampled]
 
 
 def step_rows(plan: StepPlan, layout: Layout, rank: int, ranks: int, page_size: int, tables: PageTables) -> StepRows:

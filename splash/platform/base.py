@@ -12,13 +12,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
     from splash.core.memory import ArenaGeometry
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -185,12 +187,73 @@ class AttentionBackend(ABC):
         """
 
 
+class AttentionBuffers(Protocol):
+    """The plan of a batch on the device, at addresses that never change, so that a graph can hold them."""
+
+    def load(self, batch: AttentionBatch) -> None:
+        """Plan `batch` and upload it in the current stream. An upload before must have ended."""
+
+
+class CapturableAttention(Protocol):
+    """What a backend offers besides `attend` where its work can be part of a graph."""
+
+    def buffers(
+        self, max_rows: int, max_pages: int, num_heads: int, page_size: int, dtype: torch.dtype
+    ) -> AttentionBuffers:
+        """Buffers for batches of at most so many rows and pages, whose queries have `dtype`."""
+
+    def bind(self, batch: AttentionBatch, buffers: Any) -> None:
+        """Have `attend` of `batch` use what `buffers` hold when its kernels run."""
+
+
+class Graph(ABC):
+    """Work that has been recorded, to be done again as a whole."""
+
+    @abstractmethod
+    def replay(self) -> None:
+        """Queue the work again: the same operations at the same addresses."""
+
+
+class Graphs(ABC):
+    """Records what the host queues, so that it can be queued again at once.
+
+    Attributes:
+        attention: the rank's attention backend.
+    """
+
+    attention: CapturableAttention
+
+    @abstractmethod
+    def capture(self, work: Callable[[], _T]) -> tuple[Graph, _T]:
+        """Record `work`, which has run before. What it returns is filled by `replay`, and overwritten by the next.
+
+        Work must not wait for the device, nor depend on data there. Results of earlier captures may share memory with
+        those of later ones: only the graph that was replayed last has valid ones.
+        """
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Drop every graph, before the communicator closes."""
+
+
 class Kernels(ABC):
     """Fused operations around attention. All are pure functions of their tensors unless they say otherwise."""
 
     @abstractmethod
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dim, in float32 inside. [..., D] -> [..., D]."""
+
+    @abstractmethod
+    def add_rms_norm(
+        self, x_nD: torch.Tensor, residual_nD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rms_norm of the sum, the sum), both [n, D]."""
+
+    @abstractmethod
+    def latent_rows(
+        self, kv_nK: torch.Tensor, weight_C: torch.Tensor, eps: float, cos_nR: torch.Tensor, sin_nR: torch.Tensor
+    ) -> torch.Tensor:
+        """What is cached of [latent | rotary key] rows, [n, C + R]: the latent normed, the key rotated."""
 
     @abstractmethod
     def rotate(self, x: torch.Tensor, cos_nR: torch.Tensor, sin_nR: torch.Tensor) -> torch.Tensor:
@@ -202,7 +265,7 @@ class Kernels(ABC):
 
     @abstractmethod
     def store(self, pages_SPK: torch.Tensor, index_n: torch.Tensor, rows_nK: torch.Tensor) -> None:
-        """Write rows into the cache at flat positions slot * P + offset, int64 [n]. In place."""
+        """Write rows into the cache at flat positions slot * P + offset, int64 [n]. Negative ones are left out."""
 
     @abstractmethod
     def merge(self, outs_TnHC: torch.Tensor, lses_TnH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -268,9 +331,12 @@ class Rank:
     attention: AttentionBackend
     kernels: Kernels
     copies: CopyEngine
+    graphs: Graphs | None = None  # None where steps cannot be recorded
 
     def close(self) -> None:
         """Leave the group and let go of its memory. Whatever uses either must be gone."""
+        if self.graphs is not None:
+            self.graphs.clear()
         self.comm.close()
         self.arenas.close()
 
