@@ -49,6 +49,7 @@ class EngineConfig:
         layout: name of the layout to serve in.
         dtype: "float32" or "bfloat16", of weights, activations and cache.
         attention: how attention is computed.
+        graphs: record decode steps at the start and replay them, where the hardware can.
         page_size: token positions a page, a power of two.
         max_model_len: longest prompt plus output in tokens; None takes the checkpoint's.
         max_num_seqs: most requests that run at once.
@@ -76,6 +77,7 @@ class EngineConfig:
     layout: str = "tp"
     dtype: str = "float32"
     attention: AttentionOptions = AttentionOptions()
+    graphs: bool = True
     page_size: int = 64
     max_model_len: int | None = None
     max_num_seqs: int = 256

@@ -16,6 +16,7 @@ from splash.core.spec import DTYPE_BYTES, kv_format
 from splash.engine.config import EngineConfig
 from splash.engine.executor import LocalGroup
 from splash.engine.loop import Loop
+from splash.engine.memory import memory_lines
 from splash.engine.outputs import GenerationRequest, RequestOutput
 from splash.engine.text import OutputText
 from splash.engine.tokenizer import Tokenizer
@@ -158,7 +159,7 @@ class Engine:
         )
         progress(f"starting {self.ranks} ranks")
         group = LocalGroup(config, str(self._model_path), contents, self._platform, self.ranks, geometry)
-        weights = group.start(self.max_model_len)
+        ready = group.start(self.max_model_len)
         self.loop = Loop(
             scheduler,
             group,
@@ -168,10 +169,9 @@ class Engine:
             policy,
         )
         self.scheduler, self.switcher = self.loop.scheduler, self.loop.switcher
-        progress(
-            f"weights loaded: {sum(weights) / GIB:.3f} GiB beside the arenas over {self.ranks} ranks; "
-            f"ready in {time.monotonic() - started:.1f} s"
-        )
+        for line in memory_lines(ready, geometry):
+            progress(line)
+        progress(f"ready in {time.monotonic() - started:.1f} s")
         self._seed = config.seed
         self._next_number = 0
         self._live: dict[int, _Live] = {}

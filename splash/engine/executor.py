@@ -54,11 +54,11 @@ class LocalGroup:
         layers = geometry.spec.num_layers
         self._handle = platform.create_group(ranks, layers, geometry, config.attention.backend)
 
-    def start(self, max_model_len: int) -> list[int]:
+    def start(self, max_model_len: int) -> list[Ready]:
         """Start the ranks and wait until all are ready.
 
         Returns:
-            bytes of weights outside the arenas, by rank.
+            what each rank says of itself, by rank.
 
         Raises:
             SplashError: what a rank failed with, of the same class.
@@ -66,14 +66,14 @@ class LocalGroup:
         try:
             for rank in range(self._ranks):
                 self._spawn(rank, max_model_len)
-            ready: dict[int, int] = {}
+            ready: dict[int, Ready] = {}
             deadline = time.monotonic() + START_TIMEOUT_S
             while len(ready) < self._ranks:
                 message = self._next_message(
                     deadline, f"ranks that are not ready: {set(range(self._ranks)) - set(ready)}"
                 )
                 assert isinstance(message, Ready)
-                ready[message.rank] = message.weight_bytes
+                ready[message.rank] = message
         except BaseException:
             self.close()
             raise
@@ -110,6 +110,7 @@ class LocalGroup:
                 page_size=config.page_size,
                 num_slots=self._geometry.num_slots,
                 max_model_len=max_model_len,
+                graph_rows=config.max_num_seqs if config.graphs else 0,
                 collective_timeout_s=self._timeout_s * COLLECTIVE_SHARE,
             )
         )

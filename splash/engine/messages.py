@@ -27,6 +27,7 @@ class Launch(msgspec.Struct, frozen=True, tag=True):
     page_size: int
     num_slots: int
     max_model_len: int
+    graph_rows: int
     collective_timeout_s: float
 
 
@@ -39,10 +40,18 @@ class Run(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """A rank has joined its group and loaded its weights. Bytes it allocated for weights outside the arenas."""
+    """A rank has joined its group, loaded its weights and recorded its graphs.
+
+    Bytes of weights outside the arenas and of graphs; all that the rank holds, arenas apart; and what is used on its
+    device, by whomever. Zero where there is nothing to say.
+    """
 
     rank: int
     weight_bytes: int
+    graph_bytes: int = 0
+    graph_seconds: float = 0.0
+    held_bytes: int = 0
+    device_used_bytes: int = 0
 
 
 class Result(msgspec.Struct, frozen=True, tag=True):

@@ -11,6 +11,7 @@ from splash.core.errors import SwitchError
 from splash.core.layout import check_layout, parse_layout
 from splash.core.memory import ArenaGeometry
 from splash.core.step import StepOutput, StepPlan
+from splash.engine.graphs import DecodeGraphs
 from splash.engine.sampler import Sampler
 from splash.layouts.inputs import EagerInputs
 from splash.layouts.rows import step_rows
@@ -28,7 +29,7 @@ from splash.switch.transfer import Handoff, LayerCopies, copy_head_group
 class ModelRunner:
     """The model, the page tables and, on rank 0, the sampler of one rank.
 
-    `weight_bytes` are the bytes of weights outside the arenas.
+    `weight_bytes` are the bytes of weights outside the arenas, `graph_bytes` those that recorded steps hold.
     """
 
     def __init__(
@@ -41,8 +42,20 @@ class ModelRunner:
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
         load_format: str = "safetensors",
+        graph_rows: int = 0,
     ) -> None:
-        """Load the weights that this rank holds in `layout`, from `model` or where `load_format` says so made up.
+        """Load the weights that this rank holds in `layout`, and record decode steps.
+
+        Args:
+            model: directory of the checkpoint.
+            geometry: of the arenas.
+            group: the rank's device.
+            layout: to begin in.
+            dtype: of weights, activations and cache.
+            max_model_len: most positions of a request.
+            eos_token_ids: tokens that end generation.
+            load_format: "safetensors", or "dummy" for random weights.
+            graph_rows: decode steps of up to so many rows are recorded, where the platform can; 0 for none.
 
         Raises:
             CheckpointError: the checkpoint cannot be read.
@@ -59,6 +72,14 @@ class ModelRunner:
         self.weight_bytes = weights.num_bytes()
         rotary = RotaryTable(spec.rope, spec.qk_rope_head_dim, max_model_len, group.device)
         self._transformer = Transformer(spec, weights, rotary, group)
+        before = self._held_bytes(group)
+        self._graphs: DecodeGraphs | None = None
+        if group.graphs is not None and graph_rows:
+            self._graphs = DecodeGraphs(
+                group.graphs, self._transformer, group, geometry, torch_dtype(dtype), graph_rows
+            )
+            self._graphs.capture()
+        self.graph_bytes = self._held_bytes(group) - before
         self._inputs = EagerInputs(group.device)
         self._group = group
         self._geometry = geometry
@@ -76,7 +97,25 @@ class ModelRunner:
             return None
         layout = parse_layout(plan.layout)
         rows = step_rows(plan, layout, self._group.rank, self._group.size, self._geometry.page_size, tables)
+        if self._graphs is not None and arrive is None:
+            ran, logits = self._graphs.forward(rows)
+            if ran:
+                return logits
         return self._transformer.forward(self._transformer.prepare(rows, self._inputs), arrive)
+
+    @staticmethod
+    def _held_bytes(group: Rank) -> int:
+        return 0 if group.memory is None else group.memory().held_bytes
+
+    @property
+    def graph_steps(self) -> int:
+        """How many steps have been replayed."""
+        return 0 if self._graphs is None else self._graphs.num_replayed
+
+    @property
+    def graph_seconds(self) -> float:
+        """How long it took to record decode steps."""
+        return 0.0 if self._graphs is None else self._graphs.seconds
 
     def run(self, plan: StepPlan, order: SwitchOrder | None = None) -> tuple[StepOutput | None, SwitchOutcome | None]:
         """Carry out `plan`, and commit the switch that comes with it.

@@ -73,8 +73,19 @@ def _run(channel: Channel, launch: Launch) -> None:
             launch.max_model_len,
             config.eos_token_ids,
             launch.load_format,
+            launch.graph_rows,
         )
-        channel.send(Ready(launch.rank, runner.weight_bytes))
+        memory = None if group.memory is None else group.memory()
+        channel.send(
+            Ready(
+                launch.rank,
+                runner.weight_bytes,
+                runner.graph_bytes,
+                runner.graph_seconds,
+                0 if memory is None else memory.held_bytes,
+                0 if memory is None else memory.device_used_bytes,
+            )
+        )
         while True:
             message = channel.receive()
             assert isinstance(message, Run)

@@ -194,14 +194,16 @@ class AttentionBuffers(Protocol):
         """Plan `batch` and upload it in the current stream. An upload before must have ended."""
 
 
-class CapturableAttention(Protocol):
-    """What a backend offers besides `attend` where its work can be part of a graph."""
+class CapturableAttention(AttentionBackend):
+    """A backend whose `attend` can be part of a graph. `attend_expanded` need not be: it is for prompts."""
 
+    @abstractmethod
     def buffers(
         self, max_rows: int, max_pages: int, num_heads: int, page_size: int, dtype: torch.dtype
     ) -> AttentionBuffers:
         """Buffers for batches of at most so many rows and pages, whose queries have `dtype`."""
 
+    @abstractmethod
     def bind(self, batch: AttentionBatch, buffers: Any) -> None:
         """Have `attend` of `batch` use what `buffers` hold when its kernels run."""
 
@@ -320,6 +322,21 @@ class CopyEngine(ABC):
 
 
 @dataclass(frozen=True)
+class MemoryUse:
+    """Device memory at one moment, in bytes.
+
+    Attributes:
+        held_bytes: what this process holds for tensors, arenas apart: weights, workspace and graphs.
+        device_used_bytes: what is taken on the device, by whomever.
+        device_total_bytes: what the device has.
+    """
+
+    held_bytes: int
+    device_used_bytes: int
+    device_total_bytes: int
+
+
+@dataclass(frozen=True)
 class Rank:
     """What a rank's process works with once it has joined its group."""
 
@@ -332,6 +349,7 @@ class Rank:
     kernels: Kernels
     copies: CopyEngine
     graphs: Graphs | None = None  # None where steps cannot be recorded
+    memory: Callable[[], MemoryUse] | None = None  # None where memory is the host's; gives back what is held for reuse
 
     def close(self) -> None:
         """Leave the group and let go of its memory. Whatever uses either must be gone."""

@@ -26,6 +26,7 @@ def generate(
     dtype: str = "float32",
     model: str = MODEL,
     page_size: int = PAGE_SIZE,
+    graph_rows: int = 0,
     **kind: Any,
 ) -> dict[str, Any]:
     """Greedy generation by a group, as rank 0 sees it."""
@@ -42,6 +43,7 @@ def generate(
             "max_tokens": counts,
             "budget": budget,
             "dtype": dtype,
+            "graph_rows": graph_rows,
         },
         num_layers=geometry.spec.num_layers,
         geometry=geometry,

@@ -9,15 +9,16 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from splash.platform.base import AttentionBackend, AttentionBatch
+from splash.platform.base import AttentionBatch, AttentionBuffers, CapturableAttention
 
 LATENT_DIM, ROTARY_DIM = 512, 64  # what the kernels are written for
 _WORKSPACE_BYTES = 128 << 20  # partial results of split histories; FlashInfer's own advice
 _WRAPPERS = 4  # plans alive at once; a step has no more batches than this
 _LN_2 = math.log(2.0)
+_BOUND = "flashinfer: left to the other backend"
 
 
-class FlashInferAttention(AttentionBackend):
+class FlashInferAttention(CapturableAttention):
     """FlashInfer for bfloat16 and float16 at 512 + 64, where each sequence has one row or is causal to its end.
 
     Args:
@@ -26,7 +27,7 @@ class FlashInferAttention(AttentionBackend):
             pages, and the expanded form.
     """
 
-    def __init__(self, device: torch.device, other: AttentionBackend) -> None:
+    def __init__(self, device: torch.device, other: CapturableAttention) -> None:
         from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
         self._other = other
@@ -44,6 +45,7 @@ class FlashInferAttention(AttentionBackend):
             and (value_dim, q_nHK.shape[2] - value_dim) == (LATENT_DIM, ROTARY_DIM)
             and pages_SPK.dtype == q_nHK.dtype
         )
+        suits &= _BOUND not in batch.device_state
         shape = self._sequences(batch, pages_SPK.shape[1]) if suits and q_nHK.shape[0] else None
         if shape is None:
             return self._other.attend(q_nHK, pages_SPK, batch, scale, value_dim)
@@ -64,6 +66,17 @@ class FlashInferAttention(AttentionBackend):
         scale: float,
     ) -> torch.Tensor:
         return self._other.attend_expanded(q_nHd, pages_SPK, batch, kv_b_HEC, scale)
+
+    def buffers(
+        self, max_rows: int, max_pages: int, num_heads: int, page_size: int, dtype: torch.dtype
+    ) -> AttentionBuffers:
+        """Those of the other backend: FlashInfer's plan of a batch decides its launch, which a graph keeps."""
+        return self._other.buffers(max_rows, max_pages, num_heads, page_size, dtype)
+
+    def bind(self, batch: AttentionBatch, buffers: AttentionBuffers) -> None:
+        """Have the other backend attend for `batch`."""
+        batch.device_state[_BOUND] = buffers
+        self._other.bind(batch, buffers)
 
     def _wrapper(self) -> _Wrapper:
         if len(self._wrappers) < _WRAPPERS:

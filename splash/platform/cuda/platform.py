@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,10 +12,12 @@ from splash.core.errors import CapacityError, ConfigError, PlatformUnavailable
 from splash.platform.base import (
     AttentionBackend,
     Availability,
+    CapturableAttention,
     Communicator,
     DeviceInfo,
     GroupHandle,
     Kernels,
+    MemoryUse,
     Platform,
     Rank,
 )
@@ -135,6 +138,7 @@ class CudaPlatform(Platform):
         from splash.platform.cuda.arena import MappedArenas
         from splash.platform.cuda.comm import NcclCommunicator, StagedCommunicator
         from splash.platform.cuda.copy import CudaCopyEngine
+        from splash.platform.cuda.graphs import CudaGraphs
         from splash.platform.cuda.runtime import check_peers
 
         info = cast("Mapping[str, Any]", handle_info)
@@ -155,8 +159,13 @@ class CudaPlatform(Platform):
             comm = NcclCommunicator(host, info["nccl_fd"], device, timeout_s)
         else:
             comm = StagedCommunicator(host, device)
-        attention, kernels = _backends(info["attention"], device)
-        return Rank(rank, ranks, device, arenas, comm, attention, kernels, CudaCopyEngine(device))
+        backends = _backends(info["attention"], device)
+        is_queued = isinstance(comm, NcclCommunicator) or ranks == 1
+        graphs = None if backends.capturable is None or not is_queued else CudaGraphs(backends.capturable)
+        copies = CudaCopyEngine(device)
+        return Rank(
+            rank, ranks, device, arenas, comm, backends.attention, backends.kernels, copies, graphs, _memory_use
+        )
 
     def _missing(self) -> Availability | None:
         """What stands between torch and an NVIDIA GPU, or None where one is there."""
@@ -180,22 +189,39 @@ class CudaPlatform(Platform):
         return None
 
 
-def _backends(attention: str, device: torch.device) -> tuple[AttentionBackend, Kernels]:
+@dataclass(frozen=True)
+class _Backends:
+    """What computes. `capturable` is the attention whose work can be part of a graph, where there is one."""
+
+    attention: AttentionBackend
+    kernels: Kernels
+    capturable: CapturableAttention | None
+
+
+def _backends(attention: str, device: torch.device) -> _Backends:
     """The attention backend of that name and the kernels that go with it."""
     if attention == "torch" or find_spec("triton") is None:
         from splash.platform.cpu.attention import CpuAttention
         from splash.platform.cpu.kernels import CpuKernels
 
-        return CpuAttention(), CpuKernels()
+        return _Backends(CpuAttention(), CpuKernels(), None)
     from splash.platform.triton.attention import TritonAttention
     from splash.platform.triton.kernels import TritonKernels
 
-    backend: AttentionBackend = TritonAttention(device)
+    backend: CapturableAttention = TritonAttention(device)
     if attention == "flashinfer" or (attention == "auto" and find_spec("flashinfer") is not None):
         from splash.platform.cuda.flashinfer_mla import FlashInferAttention
 
         backend = FlashInferAttention(device, backend)
-    return backend, TritonKernels(device)
+    return _Backends(backend, TritonKernels(device), backend)
+
+
+def _memory_use() -> MemoryUse:
+    import torch
+
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return MemoryUse(torch.cuda.memory_reserved(), total - free, total)
 
 
 def _arenas_do_not_fit(info: Mapping[str, Any], rank: int, error: CapacityError) -> str:
