@@ -23,7 +23,7 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def buckets_for(max_rows: int) -> tuple[int, ...]:
-    """Numbers of rows to record: powers of two below `max_rows` and that itself, none above the largest of `BUCKETS`."""
+    """Numbers of rows to record: those of `BUCKETS` below `max_rows`, and `max_rows` where that is not above all."""
     most = min(max_rows, BUCKETS[-1])
     return (*(bucket for bucket in BUCKETS if bucket < most), most)
 

@@ -65,7 +65,7 @@ def test_graphs_say_what_steps_without_them_say(dtype: str) -> None:
     eager = generate(_prompts(), COUNTS, list(LAYOUTS), 1, 150, **kind)
     graphs = generate(_prompts(), COUNTS, list(LAYOUTS), 1, 150, graph_rows=4, **kind)
     for name in LAYOUTS:
-        assert graphs[name]["replayed"] > 10 and eager[name]["replayed"] == 0, name
+        assert graphs[name]["replayed"] >= 10 and eager[name]["replayed"] == 0, name
         assert dtype != "float32" or graphs[name]["tokens"] == _oracle()["tokens"], name
         # Other numbers of rows are other products in bfloat16, so a text may part where two tokens are as likely.
         for got, want in zip(graphs[name]["logits"], eager[name]["logits"], strict=True):
