@@ -21,7 +21,7 @@ from splash.model.dummy import DummyCheckpoint
 from splash.model.loader import Loader
 from splash.model.rope import RotaryTable
 from splash.model.transformer import Transformer
-from splash.platform.base import Rank
+from splash.platform.base import Completion, Rank
 from splash.switch.orders import CopyAhead, SwitchOrder, SwitchOutcome
 from splash.switch.transfer import Handoff, LayerCopies, copy_head_group
 
@@ -84,6 +84,7 @@ class ModelRunner:
         self._group = group
         self._geometry = geometry
         self._failed_ahead: int | None = None  # the last switch that this rank failed to copy ahead of
+        self._copying: tuple[int, Completion] | None = None  # the switch copied ahead of, and the copies begun last
         self._tables = PageTables(group.size)
         self._sampler = Sampler(eos_token_ids) if group.rank == 0 else None
 
@@ -152,15 +153,34 @@ class ModelRunner:
         return logits, SwitchOutcome("", None, True, tuple(kv_bytes), tuple(weight_bytes), exposed_s)
 
     def copy_ahead(self, order: CopyAhead) -> None:
-        """Copy what a coming switch will find in place. A failure is told at its commit, which then fails."""
-        try:
+        """Copy what a coming switch will find in place. A failure is told at its commit, which then fails.
+
+        Where copies are queued they run beside the step that follows.
+        """
+
+        def work() -> None:
             copies = LayerCopies(order.rank_copies(self._group.rank), self._geometry, self._group)
             for layer in range(self._geometry.spec.num_layers):
                 copies.read(layer)
             for head_group, peer, layer in order.weights[self._group.rank]:
                 copy_head_group(head_group, peer, layer, self._geometry, self._group)
+
+        try:
+            if self._group.copies.is_queued:
+                self._copying = order.switch, self._group.copies.begin(work)
+            else:
+                work()
         except Exception:
             self._failed_ahead = order.switch
+
+    def settle_copies(self, ahead: CopyAhead | None) -> None:
+        """Before a step: let it see what is still being copied, unless the step comes with more for the same switch.
+
+        While that switch goes on its slots are nobody else's. After that the step may write to them.
+        """
+        if self._copying is not None and (ahead is None or ahead.switch != self._copying[0]):
+            self._copying[1].wait()
+            self._copying = None
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor | None) -> StepOutput | None:
         if self._sampler is None:

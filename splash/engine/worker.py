@@ -89,6 +89,7 @@ def _run(channel: Channel, launch: Launch) -> None:
         while True:
             message = channel.receive()
             assert isinstance(message, Run)
+            runner.settle_copies(message.ahead)
             output, switch = runner.run(message.plan, message.switch)
             if launch.rank == 0:
                 channel.send(Result(output, switch))

@@ -308,17 +308,34 @@ class Completion(ABC):
     def wait(self) -> None:
         """Let what follows in the caller's order see the work done. Raises what the work raised."""
 
+    def waited_s(self) -> float:
+        """Seconds for which `wait` has held up the device, once it has; 0 where waiting holds up the host instead."""
+        return 0.0
+
 
 class CopyEngine(ABC):
-    """One-sided copies between the arenas of a group, in order of their start."""
+    """One-sided copies between the arenas of a group, in order of their start.
+
+    Attributes:
+        is_queued: copies are queued on the device. Then one that could be queued does not fail by itself, and waiting
+            for it holds up the device, not the host.
+    """
+
+    is_queued: bool
 
     @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor, extents: np.ndarray) -> None:
-        """Copy byte ranges. `target` and `source` are uint8 [bytes]; `extents` int64 [n, 3] of (to, from, bytes)."""
+        """Copy byte ranges. `target` and `source` are uint8 [bytes]; `extents` int64 [n, 3] of (to, from, bytes).
+
+        No range that is written overlaps one that is read.
+        """
 
     @abstractmethod
     def begin(self, work: Callable[[], None]) -> Completion:
-        """Run `work`, which calls `copy`, behind the caller's compute and after all work begun before."""
+        """Run `work`, which calls `copy`, behind the caller's compute and after all work begun before.
+
+        What `work` raises is raised here where copies are queued, else when the work is waited for.
+        """
 
 
 @dataclass(frozen=True)

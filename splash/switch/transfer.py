@@ -4,6 +4,8 @@
     agree       every rank learns whether every rank has read layer l; this is also the barrier between reads and writes
     settle(l)   staged copies are written back; from here on layer l is in the target state
 
+Where copies are queued on the device and overwrite nothing alive, one agreement serves for all layers.
+
 Reads need no other synchronisation: a switch begins at a step boundary, when no rank writes to what the source state
 holds, and after the agreement on a layer nobody reads it any more.
 """
@@ -184,7 +186,10 @@ class Handoff:
                 cause = error if rank == self._group.rank else ""
                 raise SwitchError(f"rank {rank} could not make ready for the switch{cause}", rank)
         self._any_copies = not all(empty for *_, empty in notes)
-        if self._any_copies and self._in_background:
+        self._is_free = self._group.copies.is_queued and self._manifest.abandonable
+        if self._any_copies and self._is_free:
+            self._queue()
+        elif self._any_copies and self._in_background:
             # One staging buffer: a layer is read ahead only once the layer before has been written back.
             ahead = 1 if self.copies.staging_bytes else self._num_layers
             for layer in range(ahead):
@@ -194,14 +199,34 @@ class Handoff:
     def _begin(self, layer: int) -> None:
         self._reading.append(self._group.copies.begin(lambda: self.copies.read(layer)))
 
+    def _queue(self) -> None:
+        """Queue the reads of all layers, and agree that every rank could.
+
+        Such reads overwrite nothing that is alive, and nothing else can go wrong with them. So ranks need not agree
+        on each layer, nor wait for each other's reads before they compute; the host does not wait at all.
+        """
+        status, error = READ_OK, ""
+        try:
+            for layer in range(self._num_layers):
+                self._begin(layer)
+        except Exception as failure:
+            status, error = READ_FAILED, f": {failure}"
+        for rank, (read,) in enumerate(self._gather(torch.tensor([[status]], dtype=torch.int64))):
+            if read == READ_FAILED:
+                self._abandon()
+                raise SwitchError(f"rank {rank} could not read{error if rank == self._group.rank else ''}", rank)
+
     def arrive(self, layer: int) -> None:
-        """Return once `layer` is in the target state on this rank and read by all.
+        """Return once `layer` is in the target state on this rank and, where it matters, read by all.
 
         Raises:
             SwitchError: on every rank alike, naming a rank that could not read. `recoverable` says whether the source
                 state is whole.
         """
         if not self._any_copies:
+            return
+        if self._is_free:
+            self._reading[layer].wait()
             return
         started = time.perf_counter()
         status, error = READ_OK, ""
@@ -246,7 +271,7 @@ class Handoff:
 
     def received(self) -> tuple[list[int], list[int], float]:
         """(KV bytes by rank, weight bytes by rank, longest exposed seconds), over all layers, on every rank alike."""
-        micros = int(self.exposed_s * 1e6)
+        micros = int((self.exposed_s + sum(reading.waited_s() for reading in self._reading)) * 1e6)
         kv, weights = self.copies.kv_bytes * self._num_layers, self.copies.weight_bytes * self._num_layers
         notes = self._gather(torch.tensor([[kv, weights, micros]], dtype=torch.int64))
         return [kv for kv, _, _ in notes], [weights for _, weights, _ in notes], max(m for _, _, m in notes) / 1e6

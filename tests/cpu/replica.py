@@ -167,6 +167,7 @@ class Replica:
         if order is not None and self._hits("memory"):
             transfer.LayerCopies = _no_memory
         self.arenas.broken_layer = self.fault.layer if self.fault and self._hits("read") else None
+        self.runner.settle_copies(run.ahead)
         output, outcome = self.runner.run(run.plan, order)
         if order is not None and self._hits("memory"):
             transfer.LayerCopies = LayerCopies

@@ -40,7 +40,7 @@ def test_ranks_read_their_peers(ranks: int) -> None:
                 assert got[peer * 3 + layer] == want.tobytes(), f"layer {layer} of rank {peer}"
 
 
-def test_work_that_fails_fails_its_waiter() -> None:
+def test_work_that_cannot_be_queued_fails_at_once() -> None:
     assert run_group(f"{HERE}:failing_work", 1, platform="cuda") == ["the mapping is gone"]
 
 
