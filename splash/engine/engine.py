@@ -101,6 +101,7 @@ class Engine:
     Attributes:
         loop: serves token ids by request number.
         scheduler, switcher: those of the loop.
+        ready: what each rank said of itself when it was.
     """
 
     def __init__(self, config: EngineConfig, progress: Callable[[str], None] = lambda line: None) -> None:
@@ -159,7 +160,7 @@ class Engine:
         )
         progress(f"starting {self.ranks} ranks")
         group = LocalGroup(config, str(self._model_path), contents, self._platform, self.ranks, geometry)
-        ready = group.start(self.max_model_len)
+        self.ready = group.start(self.max_model_len)
         self.loop = Loop(
             scheduler,
             group,
@@ -169,7 +170,7 @@ class Engine:
             policy,
         )
         self.scheduler, self.switcher = self.loop.scheduler, self.loop.switcher
-        for line in memory_lines(ready, geometry):
+        for line in memory_lines(self.ready, geometry):
             progress(line)
         progress(f"ready in {time.monotonic() - started:.1f} s")
         self._seed = config.seed

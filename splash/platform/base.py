@@ -34,12 +34,13 @@ class Availability:
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """One device: what it is called and its memory in bytes (total and free now)."""
+    """One device: what it is called, its memory in bytes (total and free now), and what else its driver says of it."""
 
     index: int
     name: str
     total_bytes: int
     free_bytes: int
+    state: str = ""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from splash.core.request import SamplingParams
 from splash.engine.executor import LocalGroup
 from splash.llm import LLM
 from splash.platform.cuda import nvml
+from splash.platform.cuda.platform import CONTEXT_BYTES, CudaPlatform
 from tests.cpu.replica import Job
 from tests.cpu.switch_cases import jobs_of
 
@@ -71,6 +72,19 @@ def test_a_rank_that_dies_or_hangs_is_named(how: signal.Signals) -> None:
             llm.generate([5, 6, 7], SamplingParams(max_tokens=100, ignore_eos=True))
         assert time.monotonic() - started < 10.0
     assert gone(pids)
+
+
+def test_memory_is_what_the_device_reports() -> None:
+    """Everything that is not asked for goes to the arenas; what is accounted for is what is in use, within 2 %."""
+    lines: list[str] = []
+    with LLM(hardware="cuda", ranks=1, mem_fraction=0.6, progress=lines.append) as llm:
+        (rank,) = llm.engine.ready
+        geometry = llm.engine.switcher._geometry
+        accounted = rank.held_bytes + geometry.arena_bytes * geometry.spec.num_layers + CONTEXT_BYTES
+        assert abs(accounted / rank.device_used_bytes - 1) < 0.02, lines
+        total = CudaPlatform().devices()[0].total_bytes
+        assert 0.55 * total < rank.device_used_bytes <= 0.6 * total, lines
+        assert any("in use" in line for line in lines)
 
 
 def test_more_than_the_gpu_has_is_refused_with_numbers() -> None:

@@ -26,6 +26,11 @@ class GpuState:
     links_active: int
     link_errors: int
 
+    def words(self) -> str:
+        """What is worth knowing besides memory."""
+        busy = "" if self.utilization is None else f"{self.utilization} % busy, "
+        return f"{busy}{self.links_active} NVLink links, {self.link_errors} link errors"
+
 
 def state(uuid: str) -> GpuState | None:
     """The state of the GPU with that UUID (without "GPU-"), or None where NVML cannot say."""

@@ -66,7 +66,8 @@ class CudaPlatform(Platform):
             state = nvml.state(str(properties.uuid))
             # Asking torch makes a context on the device, which takes memory itself.
             free = torch.cuda.mem_get_info(index)[0] if state is None else state.free_bytes
-            devices.append(DeviceInfo(index, properties.name, properties.total_memory, free))
+            words = "" if state is None else state.words()
+            devices.append(DeviceInfo(index, properties.name, properties.total_memory, free, words))
         return devices
 
     def default_ranks(self) -> int:
