@@ -29,7 +29,7 @@ from splash.core.spec import ModelSpec
 from splash.core.step import NO_SLOT
 from splash.layouts.inputs import StepInputs
 from splash.layouts.project import Heads
-from splash.layouts.rows import NO_QUERY, StepRows, run_edges
+from splash.layouts.rows import NO_QUERY, QueryPages, StepRows, run_edges
 from splash.platform.base import AttentionBatch, Rank
 
 
@@ -109,36 +109,18 @@ class Store:
         self._kernels.store(pages_SPK, self._index, latent_nK)
 
 
-def attention_batch(rows: StepRows, selection: slice | np.ndarray, step: StepInputs, num_heads: int) -> AttentionBatch:
-    """The batch in which `selection`, rows of this rank in global order, attends to the pages that this rank holds."""
-    pages_of = [_held_pages(rows, query) for query in range(len(rows.queries))]
-    return _batch(rows, selection, pages_of, step, num_heads)
-
-
-def _held_pages(rows: StepRows, query: int) -> tuple[np.ndarray, np.ndarray]:
-    """(slots, page numbers) of the pages of a query's request that this rank holds."""
-    slots = rows.tables[query].slots_cT[:, rows.rank]
-    numbers = np.flatnonzero(slots != NO_SLOT)
-    return slots[numbers].astype(np.int64), numbers
-
-
-def _batch(
-    rows: StepRows,
-    selection: slice | np.ndarray,
-    pages_of: Sequence[tuple[np.ndarray, np.ndarray]],
-    step: StepInputs,
-    num_heads: int,
+def attention_batch(
+    rows: StepRows, selection: slice | np.ndarray, pages: QueryPages, step: StepInputs, num_heads: int
 ) -> AttentionBatch:
-    query_n = rows.query_N[selection]
-    edges = run_edges(query_n)
-    none = np.empty(0, dtype=np.int64)
-    pages = [pages_of[query] if query != NO_QUERY else (none, none) for query in query_n[edges[:-1]].tolist()]
+    """The batch in which `selection`, rows of this rank in global order, attends to `pages` of each query."""
+    edges = run_edges(rows.query_N[selection])
+    seen = pages.of(rows.query_N[selection][edges[:-1]])
     batch = AttentionBatch(
         row_positions=rows.positions_N[selection],
-        row_starts=edges.astype(np.int64),
-        slots=np.concatenate([slots for slots, _ in pages]) if pages else none,
-        numbers=np.concatenate([numbers for _, numbers in pages]) if pages else none,
-        page_starts=np.r_[0, np.cumsum([len(slots) for slots, _ in pages])].astype(np.int64),
+        row_starts=edges,
+        slots=seen.slots,
+        numbers=seen.numbers,
+        page_starts=seen.starts,
     )
     step.attends(batch, num_heads)
     return batch
@@ -149,7 +131,7 @@ class LocalAttention:
 
     Args:
         selection: the rows, in global order.
-        pages_of: (slots, page numbers) of each query's pages, in the cache that `run` is given.
+        pages: of each query, in the cache that `run` is given.
         spec: chunks of `spec.expanded_rows` rows attend in the expanded form.
         num_heads: heads that attend.
     """
@@ -158,7 +140,7 @@ class LocalAttention:
         self,
         rows: StepRows,
         selection: slice,
-        pages_of: Sequence[tuple[np.ndarray, np.ndarray]],
+        pages: QueryPages,
         spec: ModelSpec,
         num_heads: int,
         group: Rank,
@@ -172,7 +154,7 @@ class LocalAttention:
         for is_expanded in (False, True):
             chosen = np.flatnonzero(is_long_n == is_expanded)
             if len(chosen):
-                batch = _batch(rows, chosen + selection.start, pages_of, step, num_heads)
+                batch = attention_batch(rows, chosen + selection.start, pages, step, num_heads)
                 index = None if len(chosen) == len(query_n) else step.upload(chosen)
                 self._parts.append((is_expanded, index, batch))
 
@@ -202,10 +184,9 @@ class LocalExchange(Exchange):
     def __init__(self, rows: StepRows, spec: ModelSpec, group: Rank, step: StepInputs) -> None:
         super().__init__(rows, group)
         self._store = Store(rows, rows.local, group, step)
-        pages_of = [_held_pages(rows, query) for query in range(len(rows.queries))]
         sharded = rows.layout.projections is Projections.SHARDED
         num_heads = spec.num_heads // group.size if sharded else spec.num_heads
-        self._attention = LocalAttention(rows, rows.local, pages_of, spec, num_heads, group, step)
+        self._attention = LocalAttention(rows, rows.local, rows.held_pages, spec, num_heads, group, step)
 
     def run(self, inputs: AttentionInputs) -> Tensor:
         self._store(inputs.pages_SPK, inputs.latent_nK)
@@ -221,7 +202,7 @@ class OwnerExchange(Exchange):
     def __init__(self, rows: StepRows, spec: ModelSpec, group: Rank, step: StepInputs) -> None:
         super().__init__(rows, group)
         self._store = Store(rows, rows.local, group, step)
-        self._batch = attention_batch(rows, rows.own, step, spec.num_heads)
+        self._batch = attention_batch(rows, rows.own, rows.held_pages, step, spec.num_heads)
         self._by_owner = rows.counts_T
         self._own = [rows.counts_T[rows.rank]] * rows.ranks
 
@@ -241,7 +222,7 @@ class HeadExchange(Exchange):
     def __init__(self, rows: StepRows, spec: ModelSpec, group: Rank, step: StepInputs) -> None:
         super().__init__(rows, group)
         self._store = Store(rows, rows.local, group, step)
-        self._batch = attention_batch(rows, rows.local, step, spec.num_heads)
+        self._batch = attention_batch(rows, rows.local, rows.held_pages, step, spec.num_heads)
 
     def run(self, inputs: AttentionInputs) -> Tensor:
         self._store(inputs.pages_SPK, inputs.latent_nK)
@@ -272,7 +253,7 @@ class PositionExchange(Exchange):
         if self._has_singles:
             self._single_index = step.upload(singles)
             self._single_store = Store(rows, singles, group, step)
-            self._single_batch = attention_batch(rows, singles, step, spec.num_heads)
+            self._single_batch = attention_batch(rows, singles, rows.held_pages, step, spec.num_heads)
         self._has_chunks = len(singles) < len(home_N)
         if self._has_chunks:
             self._chunk_store = Store(rows, chunk, group, step)
@@ -297,13 +278,13 @@ class PositionExchange(Exchange):
         order = np.argsort(holder_all, kind="stable")
         place = np.empty(len(order), dtype=np.int64)
         place[order] = np.arange(len(order))
-        pages_of: list[tuple[np.ndarray, np.ndarray]] = [(place[:0], place[:0])] * len(rows.queries)
-        start = 0
-        for query, holder_c in zip(chunk_queries, holders, strict=True):
-            pages_of[query] = (place[start : start + len(holder_c)], np.arange(len(holder_c)))
-            start += len(holder_c)
+        # Chunks alone have pages there.
+        lengths = np.zeros(len(rows.queries) + 1, dtype=np.int64)
+        lengths[np.array(chunk_queries) + 1] = [len(holder_c) for holder_c in holders]
+        numbers = np.concatenate([np.arange(len(holder_c)) for holder_c in holders])
+        pages = QueryPages(place, numbers, np.cumsum(lengths))
         self._owned_slots = step.upload(np.concatenate(owned).astype(np.int64))
-        self._chunk_attention = LocalAttention(rows, chunk, pages_of, spec, spec.num_heads, group, step)
+        self._chunk_attention = LocalAttention(rows, chunk, pages, spec, spec.num_heads, group, step)
 
     def run(self, inputs: AttentionInputs) -> Tensor:
         n = self._num_chunk

@@ -9,9 +9,9 @@ since any rank can compute them.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -28,6 +28,24 @@ def run_edges(values_n: np.ndarray) -> np.ndarray:
     begins = np.ones(len(values_n), dtype=bool)
     begins[1:] = values_n[1:] != values_n[:-1]
     return np.r_[np.flatnonzero(begins), len(values_n)]
+
+
+@dataclass(frozen=True)
+class QueryPages:
+    """Pages of some queries, one query after another: int64 slots [p], page numbers [p] and starts [queries + 1]."""
+
+    slots: np.ndarray
+    numbers: np.ndarray
+    starts: np.ndarray
+
+    def of(self, queries: np.ndarray) -> QueryPages:
+        """The pages of these queries, in this order; none for NO_QUERY."""
+        if np.array_equal(queries, np.arange(len(self.starts) - 1)):
+            return self
+        lengths = np.where(queries == NO_QUERY, 0, np.append(np.diff(self.starts), 0)[queries])
+        ends = np.cumsum(lengths)
+        index = np.arange(lengths.sum()) + np.repeat(self.starts[queries] - (ends - lengths), lengths)
+        return QueryPages(self.slots[index], self.numbers[index], np.r_[0, ends])
 
 
 @dataclass(frozen=True)
@@ -70,17 +88,33 @@ class StepRows:
         """The rows that this rank holds at a layer boundary."""
         return slice(0, len(self.tokens_N)) if self.layout.rows is Rows.REPLICATED else self.own
 
+    @cached_property
+    def _own_slots(self) -> tuple[np.ndarray, np.ndarray]:
+        """This rank's slots of the tables of all queries, one after another, and where each table begins."""
+        starts = np.cumsum([0, *(len(table) for table in self.tables)])
+        slots = [table.slots_cT[:, self.rank] for table in self.tables]
+        return np.concatenate(slots or [np.empty(0)]).astype(np.int64), starts
+
     def slots(self, rows: slice | np.ndarray) -> np.ndarray:
         """This rank's slot for the page of each of `rows`, NO_SLOT where it does not hold the page. int64."""
         query_n, page_n = self.query_N[rows], self.positions_N[rows] // self.page_size
-        slots_n = np.empty(len(query_n), dtype=np.int64)
-        # Rows of a query are neighbours, so there is one look-up a query.
-        edges = run_edges(query_n)
-        for start, end in itertools.pairwise(edges.tolist()):
-            query = query_n[start]
-            held = query != NO_QUERY
-            slots_n[start:end] = self.tables[query].slots_cT[page_n[start:end], self.rank] if held else NO_SLOT
+        slots, starts = self._own_slots
+        busy_n = query_n != NO_QUERY
+        if busy_n.all():
+            return slots[starts[query_n] + page_n]
+        slots_n = np.full(len(query_n), NO_SLOT, dtype=np.int64)
+        slots_n[busy_n] = slots[starts[query_n[busy_n]] + page_n[busy_n]]
         return slots_n
+
+    @cached_property
+    def held_pages(self) -> QueryPages:
+        """The pages of each query's request that this rank holds."""
+        slots, starts = self._own_slots
+        numbers = np.arange(len(slots)) - np.repeat(starts[:-1], np.diff(starts))
+        held = slots != NO_SLOT
+        if not held.all():
+            slots, numbers, starts = slots[held], numbers[held], np.r_[0, np.cumsum(held)][starts]
+        return QueryPages(slots, numbers, starts)
 
     def padded(self, counts_T: Sequence[int]) -> tuple[StepRows, np.ndarray]:
         """These rows with idle ones after each rank's, up to `counts_T`, all of them sampled.
