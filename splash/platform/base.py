@@ -195,16 +195,29 @@ class AttentionBuffers(Protocol):
         """Plan `batch` and upload it in the current stream. An upload before must have ended."""
 
 
-class CapturableAttention(AttentionBackend):
+class CapturableAttention(Protocol):
     """A backend whose `attend` can be part of a graph. `attend_expanded` need not be: it is for prompts."""
 
-    @abstractmethod
+    def attend(
+        self, q_nHK: torch.Tensor, pages_SPK: torch.Tensor, batch: AttentionBatch, scale: float, value_dim: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `AttentionBackend.attend`."""
+
+    def attend_expanded(
+        self,
+        q_nHd: torch.Tensor,
+        pages_SPK: torch.Tensor,
+        batch: AttentionBatch,
+        kv_b_HEC: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """As `AttentionBackend.attend_expanded`."""
+
     def buffers(
         self, max_rows: int, max_pages: int, num_heads: int, page_size: int, dtype: torch.dtype
     ) -> AttentionBuffers:
         """Buffers for batches of at most so many rows and pages, whose queries have `dtype`."""
 
-    @abstractmethod
     def bind(self, batch: AttentionBatch, buffers: Any) -> None:
         """Have `attend` of `batch` use what `buffers` hold when its kernels run."""
 

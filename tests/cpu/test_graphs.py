@@ -36,7 +36,7 @@ class Buffers:
         self.batch = dataclasses.replace(batch, device_state={})
 
 
-class RecordedAttention(CapturableAttention):
+class RecordedAttention(AttentionBackend):
     """The CPU's attention, to whatever the buffers of a batch hold."""
 
     def __init__(self, inner: AttentionBackend) -> None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from splash.platform.base import AttentionBatch, AttentionBuffers, CapturableAttention
+from splash.platform.base import AttentionBackend, AttentionBatch, AttentionBuffers, CapturableAttention
 
 LATENT_DIM, ROTARY_DIM = 512, 64  # what the kernels are written for
 _WORKSPACE_BYTES = 128 << 20  # partial results of split histories; FlashInfer's own advice
@@ -18,7 +18,7 @@ _LN_2 = math.log(2.0)
 _BOUND = "flashinfer: left to the other backend"
 
 
-class FlashInferAttention(CapturableAttention):
+class FlashInferAttention(AttentionBackend):
     """FlashInfer for bfloat16 and float16 at 512 + 64, where each sequence has one row or is causal to its end.
 
     Args:

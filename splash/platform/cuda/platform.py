@@ -209,12 +209,13 @@ def _backends(attention: str, device: torch.device) -> _Backends:
     from splash.platform.triton.attention import TritonAttention
     from splash.platform.triton.kernels import TritonKernels
 
-    backend: CapturableAttention = TritonAttention(device)
-    if attention == "flashinfer" or (attention == "auto" and find_spec("flashinfer") is not None):
-        from splash.platform.cuda.flashinfer_mla import FlashInferAttention
+    kernels, triton = TritonKernels(device), TritonAttention(device)
+    if attention == "triton" or find_spec("flashinfer") is None:
+        return _Backends(triton, kernels, triton)
+    from splash.platform.cuda.flashinfer_mla import FlashInferAttention
 
-        backend = FlashInferAttention(device, backend)
-    return _Backends(backend, TritonKernels(device), backend)
+    flashinfer = FlashInferAttention(device, triton)
+    return _Backends(flashinfer, kernels, flashinfer)
 
 
 def _memory_use() -> MemoryUse:
