@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from splash.core.errors import ConfigError, PlatformUnavailable
+from splash.core.errors import CapacityError, ConfigError, PlatformUnavailable
 from splash.platform import registry
 from splash.platform.base import Availability, Platform
 from splash.platform.cpu.platform import CpuPlatform
@@ -124,6 +124,17 @@ def test_nvidia_gpus_serve_with_a_gpu_a_rank_or_shared(monkeypatch: pytest.Monke
         assert handle.info["devices"] == devices
     with pytest.raises(ConfigError, match=r"attention.backend: 'aiter' is not usable here; choose auto or one of"):
         platform.create_group(2, 3, geometry, "aiter")
+
+
+def test_arenas_get_what_other_things_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, cuda="13.0", devices=2)  # of 64 GiB, of which 60 are free
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    platform = registry.get_platform("cuda")
+    assert platform.arena_budget(2, 10 << 30, 0.75) == (48 - 10 - 1) << 30
+    assert platform.arena_budget(2, 10 << 30, 1.0) == (60 - 10 - 1) << 30, "no more than is free"
+    assert platform.arena_budget(4, 10 << 30, 0.75) == (24 - 10 - 1) << 30, "two ranks share a GPU"
+    with pytest.raises(CapacityError, match=r"gives each of 2 ranks a GPU 24.00 GiB. .* take 23.50 GiB"):
+        platform.arena_budget(4, 47 << 29, 0.75)
 
 
 def test_detect_prefers_an_accelerator_and_explains_when_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
