@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from splash.core.errors import SwitchError
-from splash.core.layout import check_layout, parse_layout
+from splash.core.layout import Layout, check_layout, parse_layout
 from splash.core.memory import ArenaGeometry
-from splash.core.step import StepOutput, StepPlan
+from splash.core.ownership import page_holders
+from splash.core.step import NO_SLOT, Query, StepOutput, StepPlan
 from splash.engine.graphs import DecodeGraphs
 from splash.engine.sampler import Sampler
 from splash.layouts.inputs import EagerInputs
@@ -24,6 +26,8 @@ from splash.model.transformer import Transformer
 from splash.platform.base import Completion, Rank
 from splash.switch.orders import CopyAhead, SwitchOrder, SwitchOutcome
 from splash.switch.transfer import Handoff, LayerCopies, copy_head_group
+
+WARM_UP_ROWS = 1024  # most rows of a step before the first
 
 
 class ModelRunner:
@@ -72,14 +76,6 @@ class ModelRunner:
         self.weight_bytes = weights.num_bytes()
         rotary = RotaryTable(spec.rope, spec.qk_rope_head_dim, max_model_len, group.device)
         self._transformer = Transformer(spec, weights, rotary, group)
-        before = self._held_bytes(group)
-        self._graphs: DecodeGraphs | None = None
-        if group.graphs is not None and graph_rows:
-            self._graphs = DecodeGraphs(
-                group.graphs, self._transformer, group, geometry, torch_dtype(dtype), graph_rows
-            )
-            self._graphs.capture()
-        self.graph_bytes = self._held_bytes(group) - before
         self._inputs = EagerInputs(group.device)
         self._group = group
         self._geometry = geometry
@@ -87,6 +83,15 @@ class ModelRunner:
         self._copying: tuple[int, Completion] | None = None  # the switch copied ahead of, and the copies begun last
         self._tables = PageTables(group.size)
         self._sampler = Sampler(eos_token_ids) if group.rank == 0 else None
+        self._graphs: DecodeGraphs | None = None
+        self._warm_up(chosen, max_model_len)
+        before = self._held_bytes()
+        if group.graphs is not None and graph_rows:
+            self._graphs = DecodeGraphs(
+                group.graphs, self._transformer, group, geometry, torch_dtype(dtype), graph_rows
+            )
+            self._graphs.capture()
+        self.graph_bytes = self._held_bytes() - before
 
     def logits(self, plan: StepPlan) -> torch.Tensor | None:
         """The forward of `plan`: logits float32 [samples, vocabulary] on rank 0, None elsewhere or with no samples."""
@@ -104,9 +109,25 @@ class ModelRunner:
                 return logits
         return self._transformer.forward(self._transformer.prepare(rows, self._inputs), arrive)
 
-    @staticmethod
-    def _held_bytes(group: Rank) -> int:
-        return 0 if group.memory is None else group.memory().held_bytes
+    def _warm_up(self, layout: Layout, max_model_len: int) -> None:
+        """Run a few rows, and as many as attend in the expanded form, on pages that nobody has yet.
+
+        So kernels are compiled, libraries loaded and workspaces made before a request waits for them.
+        """
+        geometry, size = self._geometry, self._group.size
+        room = [geometry.page_slots(layout, rank) for rank in range(size)]
+        longest = min(geometry.spec.expanded_rows, max_model_len, WARM_UP_ROWS)
+        longest = min(longest, min(map(len, room)) * geometry.page_size)
+        for num_rows in sorted({min(few, longest) for few in (1, 2, longest)} - {0}):
+            numbers = np.arange(-(-num_rows // geometry.page_size))
+            held = page_holders(numbers, np.zeros_like(numbers), layout, size)
+            slots = np.where(held, np.stack([own[: len(numbers)] for own in room], axis=1), NO_SLOT)
+            pages = tuple(map(tuple, slots.tolist()))
+            query = Query(0, 0, (0,) * num_rows, 0, True, pages)
+            self._forward(StepPlan(0, 0, layout.name, (query,)), PageTables(size), None)
+
+    def _held_bytes(self) -> int:
+        return 0 if self._group.memory is None else self._group.memory().held_bytes
 
     @property
     def graph_steps(self) -> int:
