@@ -60,14 +60,16 @@ def test_one_request_leaves_ranks_without_rows() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_graphs_say_what_steps_without_them_say(dtype: str) -> None:
-    """Batches larger than the largest graph, of sizes between graphs, and of one."""
+    """Batches of a graph's size and between two."""
     kind = {"platform": "cuda", "dtype": dtype}
     eager = generate(_prompts(), COUNTS, list(LAYOUTS), 1, 150, **kind)
-    graphs = generate(_prompts(), COUNTS, list(LAYOUTS), 1, 150, graph_rows=4, **kind)
+    graphs = generate(_prompts(), COUNTS, list(LAYOUTS), 1, 150, graph_rows=8, **kind)
     for name in LAYOUTS:
-        assert graphs[name]["replayed"] >= 10 and eager[name]["replayed"] == 0, name
+        assert 2 * graphs[name]["replayed"] > graphs[name]["steps"] and eager[name]["replayed"] == 0, name
         assert dtype != "float32" or graphs[name]["tokens"] == _oracle()["tokens"], name
-        # Other numbers of rows are other products in bfloat16, so a text may part where two tokens are as likely.
-        for got, want in zip(graphs[name]["logits"], eager[name]["logits"], strict=True):
-            error = np.linalg.norm(got[1] - want[1]) / np.linalg.norm(want[1])
-            assert error < (1e-4 if dtype == "float32" else BF16_TOLERANCE), f"{name}: {error:.2e}"
+        for number, (got, want) in enumerate(zip(graphs[name]["logits"], eager[name]["logits"], strict=True)):
+            # Other numbers of rows are other products in bfloat16: texts may part where two tokens are as likely.
+            pairs = zip(graphs[name]["tokens"][number], eager[name]["tokens"][number], strict=True)
+            same = next((place for place, (one, other) in enumerate(pairs) if one != other), len(want) - 1) + 1
+            error = np.linalg.norm(got[:same] - want[:same], axis=1) / np.linalg.norm(want[:same], axis=1)
+            assert error.max() < (1e-4 if dtype == "float32" else BF16_TOLERANCE), f"{name}: {error.max():.2e}"
