@@ -17,6 +17,7 @@ from splash.core.errors import SplashError, WorkerError
 from splash.core.memory import ArenaGeometry
 from splash.engine.config import EngineConfig
 from splash.engine.messages import Channel, Failure, FromRank, Launch, Ready, Result, Run
+from splash.engine.progress import ProgressBoard
 from splash.platform.base import Platform
 
 START_TIMEOUT_S = 300.0
@@ -52,6 +53,9 @@ class LocalGroup:
         self._ranks = ranks
         self._geometry = geometry
         layers = geometry.spec.num_layers
+        self._board_fd = ProgressBoard.create(ranks)
+        self._board = ProgressBoard(self._board_fd, ranks)
+        self._num_steps = 0
         self._handle = platform.create_group(ranks, layers, geometry, config.attention.backend)
 
     def start(self, max_model_len: int) -> list[Ready]:
@@ -85,7 +89,7 @@ class LocalGroup:
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-m", "splash.engine.worker", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(), *self._handle.fds),
+                pass_fds=(theirs.fileno(), self._board_fd, *self._handle.fds),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
@@ -111,6 +115,7 @@ class LocalGroup:
                 num_slots=self._geometry.num_slots,
                 max_model_len=max_model_len,
                 graph_rows=config.max_num_seqs if config.graphs else 0,
+                progress_fd=self._board_fd,
                 collective_timeout_s=self._timeout_s * COLLECTIVE_SHARE,
             )
         )
@@ -121,6 +126,7 @@ class LocalGroup:
         return [process.pid for process in self._processes]
 
     def submit(self, run: Run) -> None:
+        self._num_steps += 1
         frame = Channel.encode(run)
         for rank, channel in enumerate(self._channels):
             try:
@@ -129,19 +135,21 @@ class LocalGroup:
                 raise self._died(rank) from None
 
     def collect(self) -> Result:
-        message = self._next_message(time.monotonic() + self._timeout_s, "rank 0 has not answered")
+        message = self._next_message(time.monotonic() + self._timeout_s)
         assert isinstance(message, Result)
         return message
 
     def check(self) -> None:
         if self._poller.poll(0):
-            self._next_message(time.monotonic(), "")
+            self._next_message(time.monotonic())
             raise AssertionError("a rank spoke without being asked")
 
-    def _next_message(self, deadline: float, waiting_for: str) -> Ready | Result:
+    def _next_message(self, deadline: float, waiting_for: str = "") -> Ready | Result:
         events = self._poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
         if not events:
-            raise WorkerError(f"no progress within the timeout; {waiting_for}")
+            if waiting_for:
+                raise WorkerError(f"no progress within the timeout; {waiting_for}")
+            raise self._held_up()
         for fd, _ in events:
             rank = self._rank_of[fd]
             try:
@@ -153,6 +161,14 @@ class LocalGroup:
             assert isinstance(message, Ready | Result)
             return message
         raise AssertionError("unreachable")
+
+    def _held_up(self) -> WorkerError:
+        behind = self._board.behind(self._num_steps)
+        who = ", ".join(f"rank {rank}" for rank in behind)
+        return WorkerError(
+            f"no progress within {self._timeout_s:g} s: step {self._num_steps} is held up by {who}",
+            behind[0] if len(behind) == 1 else None,
+        )
 
     def _died(self, rank: int) -> WorkerError:
         try:
@@ -175,6 +191,9 @@ class LocalGroup:
         self._channels.clear()
         self._processes.clear()
         self._handle.close()
+        if self._board_fd >= 0:
+            os.close(self._board_fd)
+            self._board_fd = -1
 
 
 def _revive(failure: Failure) -> SplashError:

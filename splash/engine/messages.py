@@ -13,7 +13,10 @@ from splash.switch.orders import CopyAhead, SwitchOrder, SwitchOutcome
 
 
 class Launch(msgspec.Struct, frozen=True, tag=True):
-    """First message to a rank: what to become. `model_config` is the contents of config.json, as JSON."""
+    """First message to a rank: what to become. `model_config` is the contents of config.json, as JSON.
+
+    `progress_fd` is the group's `ProgressBoard`.
+    """
 
     rank: int
     ranks: int
@@ -28,6 +31,7 @@ class Launch(msgspec.Struct, frozen=True, tag=True):
     num_slots: int
     max_model_len: int
     graph_rows: int
+    progress_fd: int
     collective_timeout_s: float
 
 

@@ -48,6 +48,7 @@ def _run(channel: Channel, launch: Launch) -> None:
 
     from splash.core.memory import ArenaGeometry
     from splash.core.spec import DTYPE_BYTES, kv_format
+    from splash.engine.progress import ProgressBoard
     from splash.engine.runner import ModelRunner
     from splash.model.config import parse_model_config
     from splash.platform.registry import get_platform
@@ -86,11 +87,14 @@ def _run(channel: Channel, launch: Launch) -> None:
                 0 if memory is None else memory.device_used_bytes,
             )
         )
+        board = ProgressBoard(launch.progress_fd, launch.ranks)
         while True:
             message = channel.receive()
             assert isinstance(message, Run)
+            board.receive(launch.rank)
             runner.settle_copies(message.ahead)
             output, switch = runner.run(message.plan, message.switch)
+            board.finish(launch.rank)
             if launch.rank == 0:
                 channel.send(Result(output, switch))
             if message.ahead is not None:

@@ -12,6 +12,7 @@ import torch
 
 from splash.core.errors import CapacityError, CheckpointError, ConfigError, RequestError, WorkerError
 from splash.core.request import SamplingParams
+from splash.engine import executor
 from splash.engine.config import AttentionOptions
 from splash.engine.executor import LocalGroup
 from splash.llm import LLM
@@ -160,6 +161,22 @@ def test_damaged_weights_are_refused(tiny_checkpoint: Callable[[str], Path], tmp
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="only safetensors are read"):
         LLM(str(tmp_path), ranks=2, kv_cache_gib=0.1)
+
+
+def test_a_rank_that_stops_is_named_though_no_collective_can(
+    tiny_checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a device whose collectives are queued, where rank 0 waits and cannot tell for whom."""
+    monkeypatch.setattr(executor, "COLLECTIVE_SHARE", 100.0)
+    monkeypatch.setattr(executor, "STOP_TIMEOUT_S", 0.5)
+    with LLM(str(tiny_checkpoint("base")), ranks=3, layout="dp", kv_cache_gib=0.05, step_timeout_s=2.0) as llm:
+        llm.generate([5, 6, 7], GREEDY)
+        group = llm.engine.loop.executor
+        assert isinstance(group, LocalGroup)
+        os.kill(group.pids[1], signal.SIGSTOP)
+        with pytest.raises(WorkerError, match=r"held up by rank 1$") as stopped:
+            llm.generate([5, 6, 7], GREEDY)
+        assert stopped.value.rank == 1
 
 
 def test_a_killed_rank_is_named_and_nothing_is_left(tiny_checkpoint: Callable[[str], Path]) -> None:
