@@ -11,6 +11,7 @@ Steps take what the cost model predicts. Moving the cache is taken to be hidden,
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from splash.scheduler.load import StepLoad
 from splash.sweep.outcome import Floats, Outcome, arenas, cost_model
 from splash.sweep.points import Point
 from splash.workload import Requests
+
+STRIDE = 16  # decode steps for which one prediction does
 
 
 def run_disaggregated(point: Point, requests: Requests) -> Outcome:
@@ -177,9 +180,14 @@ def _decode(model: CostModel, requests: Requests, ready_s: Floats) -> tuple[Floa
             heapq.heappush(ends, (steps + int(requests.output_len[index]) - 1, index))
         chosen = np.array(sorted(running), dtype=np.int64)
         load = StepLoad.of_arrays(owner[chosen], np.ones(len(chosen), int), context[chosen], model.ranks)
-        now += model.step(DP, load).seconds
-        steps += 1
-        context[chosen] += 1
+        seconds = model.step(DP, load).seconds
+        # Until a request comes or ends, steps differ by a key a request: one prediction does for some.
+        same = min(STRIDE, ends[0][0] - steps)
+        if arrivals:
+            same = min(same, max(1, math.ceil((ready_s[arrivals[0]] - now) / seconds)))
+        now += same * seconds
+        steps += same
+        context[chosen] += same
         while ends and ends[0][0] <= steps:
             _, index = heapq.heappop(ends)
             finish[index] = now
