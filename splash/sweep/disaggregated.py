@@ -41,8 +41,8 @@ def run_disaggregated(point: Point, requests: Requests) -> Outcome:
     settings = point.settings
     layout = parse_layout(settings.layout)
     check_layout(layout, point.spec.num_heads, point.ranks)
-    if settings.policy != "static":
-        raise ConfigError("policy", f"must be static where serving is disaggregated, not {settings.policy!r}")
+    if settings.policy.kind != "static":
+        raise ConfigError("policy", f"must be static where serving is disaggregated, not {settings.policy.kind!r}")
     if requests.concurrency is not None or (requests.after >= 0).any():
         raise ConfigError("workload", "must not wait for requests to finish where serving is disaggregated")
     group = _Prefill(cost_model(point), arenas(point), layout, settings.max_batched_tokens)

@@ -16,11 +16,10 @@ from splash.engine.config import DTYPES, EngineConfig
 from splash.engine.engine import Engine
 from splash.engine.outputs import GenerationRequest
 from splash.platform.registry import get_platform
-from splash.sweep.outcome import Outcome
+from splash.sweep.outcome import Outcome, short, thinned
 from splash.sweep.points import Point
 from splash.workload import Feed, Requests
 
-MAX_SAMPLES = 400  # rows of a time line
 IDLE_S = 0.05  # longest sleep while nothing is due
 
 
@@ -98,6 +97,8 @@ def engine_config(point: Point) -> EngineConfig:
         max_batched_tokens=settings.max_batched_tokens,
         kv_cache_gib=settings.kv_cache_gib,
         prefix_cache=settings.prefix_cache,
+        policy=settings.policy,
+        description=point.hardware,
     )
 
 
@@ -129,6 +130,8 @@ class Bench:
         samples: list[list[Any]] = []
         stats = engine.stats()
         steps_before, preempted_before, peak, left = stats.steps, stats.preemptions, 0, count
+        layout_seconds: dict[str, float] = {}
+        switches, layout, since = 0, stats.layout, 0.0
         started = time.monotonic()
         while left:
             now = time.monotonic() - started
@@ -152,29 +155,31 @@ class Bench:
                     progress(1 - left / count)
             stats = engine.stats()
             peak = max(peak, stats.running)
+            layout_seconds[layout] = layout_seconds.get(layout, 0.0) + now - since
+            switches, layout, since = switches + (stats.layout != layout), stats.layout, now
             used = max(
                 1 - free / total for free, total in zip(stats.free_pages, stats.total_pages, strict=True)
             )
-            samples.append([round(now, 4), stats.layout, stats.running, stats.waiting, round(used, 4)])
+            samples.append([short(now), stats.layout, stats.running, stats.waiting, short(used, 3)])
         while engine.has_work:  # the step that was begun before the last one was known to be the last
             engine.step()
-        seconds = float(finish.max())
         return Outcome(
-            seconds=seconds,
+            seconds=float(finish.max()),
             arrival_s=arrival,
             first_token_s=first,
             finish_s=finish,
             steps=stats.steps - steps_before,
             preemptions=stats.preemptions - preempted_before,
             peak_running=peak,
-            switches=0,
-            layout_seconds={point.settings.layout: seconds},
-            timeline=thinned(samples, MAX_SAMPLES) if point.settings.timeline else [],
+            switches=switches,
+            layout_seconds=layout_seconds,
+            timeline=thinned(samples) if point.settings.timeline else [],
         )
 
     def _engine_of(self, config: EngineConfig) -> Engine:
-        # A prefix cache remembers the point before, so it gets an engine of its own.
-        if self._engine is None or config != self._config or config.prefix_cache:
+        # A prefix cache remembers the point before, and so does a policy: they get an engine of their own.
+        remembers = config.prefix_cache or config.policy.kind != "static"
+        if self._engine is None or config != self._config or remembers:
             self.close()
             self._engine, self._config = Engine(config), config
         return self._engine
@@ -192,13 +197,3 @@ class Bench:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def thinned(samples: list[list[Any]], most: int) -> list[list[Any]]:
-    """At most about `most` samples, evenly chosen, and all at which the layout changes."""
-    every = -(-len(samples) // most)
-    return [
-        sample
-        for number, sample in enumerate(samples)
-        if number % every == 0 or number == len(samples) - 1 or sample[1] != samples[number - 1][1]
-    ]

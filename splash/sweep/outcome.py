@@ -19,6 +19,7 @@ from splash.workload import Requests
 
 Floats = npt.NDArray[np.float64]
 
+MAX_SAMPLES = 150
 TIMELINE = ("t_s", "layout", "running", "waiting", "kv_used")  # columns of a time line
 
 
@@ -51,6 +52,21 @@ class Outcome:
     timeline: list[list[Any]] = field(default_factory=list)
 
 
+def thinned(samples: list[list[Any]]) -> list[list[Any]]:
+    """At most about `MAX_SAMPLES` rows of a time line: evenly chosen, the last, and all at which the layout changes."""
+    every = -(-len(samples) // MAX_SAMPLES)
+    return [
+        sample
+        for number, sample in enumerate(samples)
+        if number % every == 0 or number == len(samples) - 1 or sample[1] != samples[number - 1][1]
+    ]
+
+
+def short(value: float, digits: int = 6) -> float:
+    """A figure of so many significant digits: more would only be noise in rows that are kept."""
+    return float(f"{value:.{digits}g}")
+
+
 def identity(point: Point, requests: Requests) -> dict[str, Any]:
     """The columns that say which point a row is of."""
     settings = point.settings
@@ -64,7 +80,7 @@ def identity(point: Point, requests: Requests) -> dict[str, Any]:
         "dtype": settings.dtype,
         "kv_dtype": settings.kv_dtype or settings.dtype,
         "layout": settings.layout,
-        "policy": settings.policy,
+        "policy": settings.policy.kind,
         "workload": point.workload.kind,
         "input": round(float(length.mean()), 1),
         "output": round(float(output.mean()), 1),
@@ -114,26 +130,22 @@ def figures(outcome: Outcome, requests: Requests) -> dict[str, Any]:
     decoded = requests.output_len > 1
     between = (outcome.finish_s - outcome.first_token_s)[decoded] / (requests.output_len[decoded] - 1)
     row: dict[str, Any] = {
-        "seconds": _short(outcome.seconds),
-        "tokens_per_s": _short((inputs + outputs) / outcome.seconds),
-        "input_tokens_per_s": _short(inputs / outcome.seconds),
-        "output_tokens_per_s": _short(outputs / outcome.seconds),
-        "first_token_p50_s": _short(np.percentile(first, 50)),
-        "first_token_p99_s": _short(np.percentile(first, 99)),
-        "completion_mean_s": _short(whole.mean()),
-        "completion_p99_s": _short(np.percentile(whole, 99)),
-        "between_tokens_mean_ms": _short(between.mean() * 1e3) if decoded.any() else None,
+        "seconds": short(outcome.seconds),
+        "tokens_per_s": short((inputs + outputs) / outcome.seconds),
+        "input_tokens_per_s": short(inputs / outcome.seconds),
+        "output_tokens_per_s": short(outputs / outcome.seconds),
+        "first_token_p50_s": short(np.percentile(first, 50)),
+        "first_token_p99_s": short(np.percentile(first, 99)),
+        "completion_mean_s": short(whole.mean()),
+        "completion_p99_s": short(np.percentile(whole, 99)),
+        "between_tokens_mean_ms": short(between.mean() * 1e3) if decoded.any() else None,
         "steps": outcome.steps,
         "preemptions": outcome.preemptions,
         "peak_running": outcome.peak_running,
         "switches": outcome.switches,
-        "layout_seconds": {name: _short(seconds) for name, seconds in sorted(outcome.layout_seconds.items())},
+        "layout_seconds": {name: short(seconds) for name, seconds in sorted(outcome.layout_seconds.items())},
     }
     if outcome.timeline:
         row["timeline"] = outcome.timeline
     return row
 
-
-def _short(value: float) -> float:
-    """Six significant digits: more would only be noise in rows that are kept."""
-    return float(f"{value:.6g}")

@@ -19,6 +19,7 @@ from splash.core.hardware import Hardware, calibrated
 from splash.core.layout import parse_layout
 from splash.core.spec import DTYPE_BYTES, ModelSpec
 from splash.plan import MAX_RANKS, ModelChoice
+from splash.scheduler.policy import PolicyConfig
 from splash.settings import Composer, alternatives, build, compose, options, pick
 from splash.workload import Workload, from_mapping
 
@@ -93,7 +94,7 @@ class PointSettings:
     hardware: Hardware
     workload: Mapping[str, Any]
     layout: str
-    policy: str
+    policy: PolicyConfig
     ranks: int | None
     dtype: str
     kv_dtype: str | None
@@ -164,7 +165,7 @@ class Point:
     def label(self) -> str:
         """A few words for people."""
         settings = self.settings
-        how = settings.layout if settings.policy == "static" else settings.policy
+        how = settings.layout if settings.policy.kind == "static" else settings.policy.kind
         return f"{self.hardware.name} {settings.model.name} {how} {settings.workload.get('kind')}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from splash.core.errors import CapacityError
 from splash.engine.simulated import SimulationConfig, simulate
 from splash.sweep.disaggregated import run_disaggregated
-from splash.sweep.outcome import Outcome
+from splash.sweep.outcome import Outcome, short, thinned
 from splash.sweep.points import Point
 from splash.workload import Requests
 
@@ -27,6 +27,7 @@ def run_simulated(point: Point, requests: Requests) -> Outcome:
         dtype=settings.dtype,
         kv_dtype=settings.kv_dtype,
         layout=settings.layout,
+        policy=settings.policy,
         page_size=settings.page_size,
         max_num_seqs=settings.max_num_seqs,
         max_batched_tokens=settings.max_batched_tokens,
@@ -49,14 +50,12 @@ def run_simulated(point: Point, requests: Requests) -> Outcome:
         peak_running=result.peak_running,
         switches=sum(record.status == "committed" for record in result.switches),
         layout_seconds=result.layout_seconds,
-        timeline=[
-            [_short(row.t_s), row.layout, row.running, row.waiting, _short(max(row.kv_used_T))]
-            for row in result.timeline
-        ]
+        timeline=thinned(
+            [
+                [short(row.t_s), row.layout, row.running, row.waiting, short(max(row.kv_used_T), 3)]
+                for row in result.timeline
+            ]
+        )
         if settings.timeline
         else [],
     )
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.4g}")
