@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -15,9 +15,8 @@ from splash.sweep.svg import tokens
 
 SERIES = (*LAYOUTS, "adaptive")
 COLUMNS = (
-    "grid", "hardware", "model", "ranks", "dtype", "workload", "layout", "policy", "input", "output", "batch", "basis",
-    "status", "tokens_per_s", "seconds", "first_token_p50_s", "between_tokens_mean_ms", "completion_mean_s", "steps",
-    "preemptions", "peak_running", "switches", "kv_tokens",
+    "grid", "hardware", "model", "workload", "layout", "policy", "input", "output", "batch", "chunk", "basis",
+    "tokens_per_s", "seconds", "first_token_p50_s", "between_tokens_mean_ms", "preemptions", "peak_running", "switches",
 )  # fmt: skip
 
 
@@ -97,21 +96,25 @@ def _family(rows: Sequence[Row]) -> str:
 
 
 def _throughput(rows: Sequence[Row]) -> list[str]:
-    """Lines by input length for each batch and by batch for each input length, and who leads where."""
+    """Lines by input length and by batch, and who leads where."""
     charts = []
-    for axis, other, label, text in (
-        ("input", "batch", "input, tokens", "batch {:g}"),
-        ("batch", "input", "batch", "{} tokens in"),
-    ):
-        for value in sorted({row[other] for row in rows}):
-            here = [row for row in rows if row[other] == value]
-            if len({row[axis] for row in here}) > 1:
-                title = "Throughput by " + axis + ", " + text.format(value if other == "batch" else tokens(value))
-                charts.append(_lines(title, label, "tokens/s", here, axis, "tokens_per_s"))
+    for axis, label, text, here in _cuts(rows):
+        charts.append(_lines(f"Throughput by {axis}, {text}", label, "tokens/s", here, axis, "tokens_per_s"))
     found = leaders(rows)
     if len(found) > 1:
         charts.append(leader_map("Leading layout, and its lead", found))
     return charts
+
+
+def _cuts(rows: Sequence[Row]) -> Iterator[tuple[str, str, str, list[Row]]]:
+    """(axis, its label, what is fixed, rows) of each line through the grid, but those much shorter than others."""
+    for axis, other, label in (("input", "batch", "input, tokens"), ("batch", "input", "batch")):
+        places = {value: {row[axis] for row in rows if row[other] == value} for value in {row[other] for row in rows}}
+        longest = max(map(len, places.values()), default=0)
+        for value in sorted(places):
+            if len(places[value]) > max(1, longest // 2):
+                text = f"batch {value:g}" if other == "batch" else f"{tokens(value)} tokens in"
+                yield axis, label, text, [row for row in rows if row[other] == value]
 
 
 def _comparison(rows: Sequence[Row]) -> list[str]:
@@ -136,16 +139,12 @@ def _capacity(rows: Sequence[Row]) -> list[str]:
 def _admission(rows: Sequence[Row]) -> list[str]:
     """Most requests that were resident at once, where that differs among layouts."""
     charts = []
-    for axis, other, label in (("input", "batch", "input, tokens"), ("batch", "input", "batch")):
-        for value in sorted({row[other] for row in rows}):
-            here = [row for row in rows if row[other] == value]
-            differ = any(
-                len({row["peak_running"] for row in here if row[axis] == place}) > 1
-                for place in {row[axis] for row in here}
-            )
-            if differ and len({row[axis] for row in here}) > 1:
-                what = f"batch {value:g}" if other == "batch" else f"{tokens(value)} tokens in"
-                charts.append(_lines(f"Admission: most at once, {what}", label, "requests", here, axis, "peak_running"))
+    for axis, label, text, here in _cuts(rows):
+        seen: dict[float, set[int]] = {}
+        for row in here:
+            seen.setdefault(row[axis], set()).add(row["peak_running"])
+        if any(len(counts) > 1 for counts in seen.values()):
+            charts.append(_lines(f"Admission: most at once, {text}", label, "requests", here, axis, "peak_running"))
     return charts
 
 
