@@ -1,4 +1,4 @@
-"""What follows from shapes, memory and the cost model alone: sizes, capacities and switches, for `perf.reproduction`."""
+"""What follows from shapes, memory and the cost model alone, for `perf.reproduction`: sizes, capacities, switches."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from splash.core.capacity import geometry_for_budget, page_slots
 from splash.core.capacity import capacity as capacity_of
+from splash.core.capacity import geometry_for_budget, page_slots
 from splash.core.hardware import GIB, Hardware
 from splash.core.layout import CP, DOP, DP, TP, Layout
 from splash.core.spec import kv_format
@@ -82,7 +82,9 @@ def capacities() -> list[Finding]:
         Finding("b200_tokens", b200.capacities["dop"].kv_tokens, of_glm),
         Finding("b200_over_dp", _more(b200, DOP, DP), "DOP frees less of GLM-5 than of GLM-5.3, see above"),
         Finding("b200_over_cp", _more(b200, DOP, CP), "CP holds as much as DP-attention here"),
-        Finding("b200_resident_dop", _resident(b200, DOP), "whole requests on owners; the group's tokens would hold 14"),
+        Finding(
+            "b200_resident_dop", _resident(b200, DOP), "whole requests on owners; the group's tokens would hold 14"
+        ),
         Finding("b200_resident_dp", _resident(b200, DP), "whole requests on owners; the group's tokens would hold 11"),
         Finding("dcu_owner_dop", owner[DOP], "the stand-in; that it comes so near is chance"),
         Finding("dcu_owner_dp", owner[DP], "the stand-in"),
@@ -141,7 +143,7 @@ def switches() -> list[Finding]:
         Finding(
             "b200_overhead_ms",
             (overhead[0], overhead[-1]),
-            f"least and largest of 12, 16 x 256K, in a step of {step * 1e3:,.0f} ms; 0.5 ms of it is an assumed constant",
+            f"least and largest of 12, 16 x 256K, in a step of {step * 1e3:,.0f} ms; 0.5 ms is an assumed constant",
         ),
         Finding("b200_blocking_ms", blocking[DOP, CP].exposed_s * 1e3, "see the all-to-all above"),
         Finding("b200_saved", (min(saved), max(saved)), f"{len(networked)} directions"),
@@ -164,5 +166,3 @@ def _kv_ms(model: CostModel, context: int) -> tuple[float, float]:
 def _weights_ms(model: CostModel) -> float:
     costs = model.stages.costs
     return costs.pull_us / 1e3 + received_weight_bytes(model.geometry, DOP, DP) / (costs.pull_gb_s * 1e6)
-
-

@@ -129,7 +129,8 @@ def time_line(title: str, samples: Sequence[Sequence[Any]]) -> str:
     for tick in round_ticks(end, 8):
         if tick <= end:
             picture.text(across(tick), HEIGHT - BOTTOM + 16, short(tick), "tick", "middle")
-    picture.text(LEFT + 4, HEIGHT - 6, "seconds; requests running and waiting (left), fullest rank's pages (right)", "label")
+    axes = "seconds; requests running and waiting (left), fullest rank's pages (right)"
+    picture.text(LEFT + 4, HEIGHT - 6, axes, "label")
     return str(picture)
 
 

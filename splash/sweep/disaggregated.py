@@ -194,4 +194,3 @@ def _decode(model: CostModel, requests: Requests, ready_s: Floats) -> tuple[Floa
             owned[owner[index]] -= 1
             running.remove(index)
     return finish, steps
-

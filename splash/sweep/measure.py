@@ -157,9 +157,7 @@ class Bench:
             peak = max(peak, stats.running)
             layout_seconds[layout] = layout_seconds.get(layout, 0.0) + now - since
             switches, layout, since = switches + (stats.layout != layout), stats.layout, now
-            used = max(
-                1 - free / total for free, total in zip(stats.free_pages, stats.total_pages, strict=True)
-            )
+            used = max(1 - free / total for free, total in zip(stats.free_pages, stats.total_pages, strict=True))
             samples.append([short(now), stats.layout, stats.running, stats.waiting, short(used, 3)])
         while engine.has_work:  # the step that was begun before the last one was known to be the last
             engine.step()

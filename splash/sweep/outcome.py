@@ -148,4 +148,3 @@ def figures(outcome: Outcome, requests: Requests) -> dict[str, Any]:
     if outcome.timeline:
         row["timeline"] = outcome.timeline
     return row
-

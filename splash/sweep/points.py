@@ -199,7 +199,7 @@ def read_sweep(arguments: Sequence[str]) -> tuple[RunSettings, list[Point]]:
 def _points(sweep: Sweep, chosen: dict[str, list[str]]) -> list[Point]:
     composer = Composer("sweep")
     wanted = None if "hardware" not in chosen else [item.partition("=")[2] for item in chosen["hardware"]]
-    points = []
+    points: list[Point] = []
     for grid in _of_hardware(sweep, wanted):
         names = grid.hardware if wanted is None else [name for name in wanted if name in (grid.hardware or wanted)]
         vary = {"hardware": [f"+hardware={name}" for name in names]} if names else {}

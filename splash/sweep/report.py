@@ -177,7 +177,8 @@ def _table(rows: Sequence[Row]) -> str:
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(_cell(row.get(column)))}</td>" for column in COLUMNS) + "</tr>" for row in rows
     )
-    return f'<details><summary>{len(rows)} rows</summary><div class="wide"><table><tr>{head}</tr>{body}</table></div></details>'
+    table = f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+    return f"<details><summary>{len(rows)} rows</summary>{table}</details>"
 
 
 def _cell(value: Any) -> str:
@@ -205,7 +206,8 @@ def _style() -> str:
         for name in _COLOURS
     )
     return (
-        f":root{{color-scheme:light dark;--ink:#1c2430;--soft:#5b6675;--rule:#dfe4ea;--page:#fff;--card:#f7f9fb;--on:#fff;{light}}}"
+        f":root{{color-scheme:light dark;--ink:#1c2430;--soft:#5b6675;--rule:#dfe4ea;--page:#fff;--card:#f7f9fb;"
+        f"--on:#fff;{light}}}"
         f"@media(prefers-color-scheme:dark){{:root{{--ink:#e8ecf1;--soft:#9aa6b4;--rule:#2c3540;--page:#12171d;"
         f"--card:#1a2129;--on:#12171d;{dark}}}}}"
         "body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--page);max-width:1000px;"

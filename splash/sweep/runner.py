@@ -1,4 +1,4 @@
-"""Run the points of a sweep: those that are measured one at a time and alone, those that are simulated beside each other.
+"""Run the points of a sweep: measured ones one at a time and alone, simulated ones beside each other.
 
 Rows are kept as they come and stand in the order of the points at the end, whatever the number of processes.
 """

@@ -1,4 +1,4 @@
-"""Rows on disk: one JSON object a line, appended as points finish, so that an interrupted sweep goes on where it was."""
+"""Rows on disk: a JSON object a line, appended as points finish, so that an interrupted sweep goes on where it was."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def write_csv(path: Path, rows: Iterable[Row]) -> None:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         for row in rows:
-            writer.writerow({key: json.dumps(value) if isinstance(value, dict) else value for key, value in row.items()})
+            flat = {key: json.dumps(value) if isinstance(value, dict) else value for key, value in row.items()}
+            writer.writerow(flat)
     beside.replace(path)
 
 

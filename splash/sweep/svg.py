@@ -1,4 +1,4 @@
-"""A small drawing kit: an SVG picture as text, scales and round ticks. Colours are CSS classes, which the page defines."""
+"""A small drawing kit: an SVG picture as text, scales, round ticks. Colours are CSS classes, which the page defines."""
 
 from __future__ import annotations
 
