@@ -45,9 +45,9 @@ OUTLINE = """
 The paper's sweeps prefill on one host of eight in the layout under test and decode on sixteen devices in DP-attention.
 `serving=disaggregated` models that: a prefill-only group with a chunk budget of 8,192 tokens a step, which request-
 owned layouts share out evenly among owners, then decode in `dp` on 16 ranks. The published text that we have says
-neither the chunk budget nor how many tokens came out; 1,024 out is an assumption, and prefill alone is shown as well. Rates
-are input and output tokens over the time from the first arrival to the last finish. Moving the cache to the decoding group
-is taken to be hidden.
+neither the chunk budget nor how many tokens came out; 1,024 out is an assumption, and prefill alone is shown as well.
+Rates are input and output tokens over the time from the first arrival to the last finish. Moving the cache to the
+decoding group is taken to be hidden.
 """
 
 

@@ -11,11 +11,12 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from splash.core.errors import CapacityError, ConfigError, RequestError
+from splash.core.errors import CapacityError, ConfigError, RequestError, WorkerError
 from splash.sweep.measure import Basis, Bench, basis_of, engine_config
 from splash.sweep.outcome import figures, fitting, identity
 from splash.sweep.points import Point, RunSettings
@@ -45,7 +46,7 @@ def run_sweep(run: RunSettings, points: Sequence[Point], watcher: Watcher) -> li
 
     Raises:
         ConfigError: a point is to be measured and cannot be, or the folder cannot be used.
-        WorkerError: a rank died while a point was measured. Rows before are kept.
+        WorkerError: a rank, or a process that simulated, died. Rows before are kept.
     """
     bases = [basis_of(point) for point in points]
     keys = [key_of(point, basis) for point, basis in zip(points, bases, strict=True)]
@@ -55,9 +56,10 @@ def run_sweep(run: RunSettings, points: Sequence[Point], watcher: Watcher) -> li
         missing = {key: number for number, key in enumerate(keys) if store.get(key) is None}
         watcher.began(len(set(keys)), len(set(keys)) - len(missing))
         work = [(points[number], bases[number], key) for key, number in missing.items()]
-        for row in _rows(work, run.workers, watcher):
-            store.add(row)
-            watcher.finished(row)
+        with contextlib.closing(_rows(work, run.workers, watcher)) as rows_to_come:
+            for row in rows_to_come:
+                store.add(row)
+                watcher.finished(row)
         finished = keys
     finally:
         store.close(finished)
@@ -71,7 +73,7 @@ def key_of(point: Point, basis: Basis) -> str:
     return f"{point.grid}-{basis.name}{device}-{point.digest[:16]}"
 
 
-def _rows(work: Sequence[tuple[Point, Basis, str]], workers: int, watcher: Watcher) -> Iterator[Row]:
+def _rows(work: Sequence[tuple[Point, Basis, str]], workers: int, watcher: Watcher) -> Generator[Row, None, None]:
     """Simulated points first, as they finish, then measured ones: nothing runs beside a measurement."""
     simulated = [item for item in work if item[1].name == "simulated"]
     measured = [item for item in work if item[1].name == "measured"]
@@ -107,7 +109,7 @@ def _row(point: Point, basis: Basis, key: str, serve: Callable[[Requests], dict[
     return row
 
 
-def _side_by_side(work: Sequence[tuple[Point, Basis, str]], workers: int) -> Iterator[Row]:
+def _side_by_side(work: Sequence[tuple[Point, Basis, str]], workers: int) -> Generator[Row, None, None]:
     context = multiprocessing.get_context("spawn")
     leash, hand = context.Pipe(duplex=False)  # closing `hand`, or dying with it, ends the processes at once
     with concurrent.futures.ProcessPoolExecutor(workers, context, _obey, (leash,)) as pool:
@@ -115,9 +117,11 @@ def _side_by_side(work: Sequence[tuple[Point, Basis, str]], workers: int) -> Ite
             futures = [pool.submit(_simulated_row, item) for item in work]
             for future in concurrent.futures.as_completed(futures):
                 yield future.result()
-        except BaseException:
+        except BaseException as error:
             hand.close()
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(wait=True, cancel_futures=True)
+            if isinstance(error, BrokenProcessPool):
+                raise WorkerError("a process that simulated points died; the same command goes on with them") from None
             raise
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import multiprocessing
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -197,6 +198,25 @@ def test_rows_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
     two, _ = sweep(tmp_path / "two", *arguments, "workers=2")
     assert one == two
     assert (tmp_path / "one" / "rows.jsonl").read_bytes() == (tmp_path / "two" / "rows.jsonl").read_bytes()
+
+
+class Impatient(Counter):
+    """Interrupts after three rows."""
+
+    def finished(self, row: dict[str, Any]) -> None:
+        super().finished(row)
+        if self.added == 3:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_interruption_keeps_the_rows_that_are_there_and_leaves_no_process(tmp_path: Path, workers: int) -> None:
+    run, points = read_sweep([*B200, f"workers={workers}", f"out={tmp_path}"])
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(run, points, Impatient())
+    assert len(read_rows(tmp_path / "rows.jsonl")) == 3 and not multiprocessing.active_children()
+    rows, counter = sweep(tmp_path)
+    assert counter.known == 3 and len(rows) == 20
 
 
 def test_rows_of_other_points_stay_behind_those_asked_for(tmp_path: Path) -> None:
