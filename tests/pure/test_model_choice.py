@@ -6,6 +6,7 @@ import pytest
 
 from splash.core.errors import ConfigError
 from splash.model.choice import ModelChoice
+from splash.serve import read_options
 from splash.settings import build, compose, options
 
 
@@ -36,3 +37,18 @@ def test_more_than_there_is_is_refused(override: str) -> None:
 def test_a_model_that_is_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model.path: model 'x' has neither a path nor a config"):
         ModelChoice("x").contents()
+
+
+def test_serving_without_weights_needs_random_ones() -> None:
+    options, config = read_options(["model=deepseek_v3", "load_format=dummy", "model.num_layers=2"])
+    assert options.model.name == config.model == "deepseek_v3" and config.load_format == "dummy"
+    assert config.model_config is not None and config.model_config["num_hidden_layers"] == 2
+    with pytest.raises(ConfigError, match=r"model.path: deepseek_v3 comes without weights; .* or load_format=dummy"):
+        read_options(["model=deepseek_v3"])
+
+
+def test_a_whole_checkpoint_is_read_by_itself() -> None:
+    assert read_options([])[1].model_config is None
+    reduced = read_options(["model.num_layers=3", "attention.backend=torch"])[1]
+    assert reduced.model_config is not None and reduced.model_config["num_hidden_layers"] == 3
+    assert reduced.attention.backend == "torch"
