@@ -9,13 +9,15 @@ import msgspec
 from splash.core.errors import RequestError
 
 MAX_LOGPROBS = 20
+MAX_LOGIT_BIASES = 1024
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """How the tokens of one request are chosen. Names and meanings are those of vLLM and the OpenAI API.
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 and `min_p` 0 switch those filters off. `seed` None draws one.
-    `logprobs` None returns none, 0 the chosen token's, k the k most likely as well.
+    `logprobs` None returns none, 0 the chosen token's, k the k most likely as well. `logit_bias` has each token at most
+    once, with what to add to its logit. `grammar` is what the output must match, as `splash.engine.grammar` makes it.
     """
 
     max_tokens: int = 16
@@ -32,6 +34,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: str | None = None
 
     def validate(self) -> None:
         """Check every field.
@@ -52,9 +56,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
             ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
             ("stop", all(self.stop), "non-empty strings"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+            ("logit_bias", all(-100.0 <= bias <= 100.0 for _, bias in self.logit_bias), "between -100 and 100 a token"),
         ):
             if not ok:
                 raise RequestError(field, f"must be {accepted}, not {getattr(self, field)!r}")
+        if len(self.logit_bias) > MAX_LOGIT_BIASES:
+            raise RequestError("logit_bias", f"has {len(self.logit_bias)} tokens, and may have {MAX_LOGIT_BIASES}")
+        if self.grammar is not None:
+            for field in ("min_tokens", "ignore_eos"):
+                if getattr(self, field):
+                    raise RequestError(field, "cannot be used where a grammar decides when the output ends")
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

@@ -55,10 +55,14 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True):
-    """Sampled tokens of a step: one entry for each query with `sample`, in query order."""
+    """Sampled tokens of a step: one entry for each query with `sample`, in query order.
+
+    `failures` are requests whose grammar could not be followed, with the reason; their tokens mean nothing.
+    """
 
     step: int
     epoch: int
     requests: tuple[int, ...]
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob | None, ...]
+    failures: tuple[tuple[int, str], ...] = ()

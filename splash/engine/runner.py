@@ -11,7 +11,9 @@ from splash.core.errors import SwitchError
 from splash.core.layout import check_layout, parse_layout
 from splash.core.memory import ArenaGeometry
 from splash.core.step import StepOutput, StepPlan
+from splash.engine.grammar import Grammars
 from splash.engine.sampler import Sampler
+from splash.engine.tokenizer import Tokenizer
 from splash.layouts.rows import step_rows
 from splash.layouts.tables import PageTables
 from splash.model.checkpoint import Checkpoint, torch_dtype
@@ -56,7 +58,8 @@ class ModelRunner:
         self._geometry = geometry
         self._failed_ahead: int | None = None  # the last switch that this rank failed to copy ahead of
         self._tables = PageTables(group.size)
-        self._sampler = Sampler(eos_token_ids) if group.rank == 0 else None
+        grammars = Grammars(lambda: Tokenizer.load(model), spec.vocab_size, eos_token_ids)
+        self._sampler = Sampler(eos_token_ids, grammars) if group.rank == 0 else None
 
     def logits(self, plan: StepPlan) -> torch.Tensor | None:
         """The forward of `plan`: logits float32 [samples, vocabulary] on rank 0, None elsewhere or with no samples."""
@@ -124,10 +127,17 @@ class ModelRunner:
             self._sampler.add(new)
         sampling = [(query.request, query.start + len(query.tokens)) for query in plan.queries if query.sample]
         tokens, logprobs = self._sampler.sample(logits, sampling) if logits is not None else ([], [])
+        failures = self._sampler.failures if logits is not None else ()
         return StepOutput(
             step=plan.step,
             epoch=plan.epoch,
             requests=tuple(request for request, _ in sampling),
             tokens=tuple(tokens),
             logprobs=tuple(logprobs),
+            failures=tuple(failures),
         )
+
+    def prepare(self) -> None:
+        """What can be done for the next step before it is known."""
+        if self._sampler is not None:
+            self._sampler.prepare()

@@ -53,7 +53,6 @@ class Tokenizer:
         named = [*self.special_tokens.values(), *(text for item in extra if (text := _token_text(item)))]
         backend.add_special_tokens([text for text in named if backend.token_to_id(text) is not None])
         self._special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
-        self._added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
         self.decoder_steps = _decoder_steps(backend)
         self._before, self._after = _added_by_config(self, config)
         self._template = _compile(chat_template) if chat_template is not None else None
@@ -120,8 +119,6 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for, maybe only a part of a character; b"" for an id without a token."""
-        if token in self._added:
-            return self._added[token].encode()
         text = self.backend.id_to_token(token)
         if text is None:
             return b""
@@ -136,7 +133,7 @@ class Tokenizer:
 
     def is_byte(self, token: int) -> bool:
         """Whether the token is a single byte that decoding fuses with neighbouring bytes."""
-        if "ByteFallback" not in self.decoder_steps or token in self._added:
+        if "ByteFallback" not in self.decoder_steps:
             return False
         text = self.backend.id_to_token(token)
         return text is not None and _BYTE_TOKEN.match(text) is not None

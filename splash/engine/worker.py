@@ -73,6 +73,7 @@ def _run(channel: Channel, launch: Launch) -> None:
             output, switch = runner.run(message.plan, message.switch)
             if launch.rank == 0:
                 channel.send(Result(output, switch))
+                runner.prepare()
             if message.ahead is not None:
                 runner.copy_ahead(message.ahead)
     finally:

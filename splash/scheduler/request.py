@@ -21,8 +21,9 @@ class Progress(msgspec.Struct, frozen=True):
         id: the request.
         token: its new token, the end-of-sequence or stop token included.
         logprob: as the request asked for, else None.
-        finish_reason: None while running; "stop" (end of sequence or stop token) or "length".
-        stop_reason: the stop token that ended the request, None for an end of sequence.
+        finish_reason: None while running; "stop" (end of sequence or stop token), "length", or "error" where the ranks
+            could not go on with the request. The token of an error means nothing.
+        stop_reason: the stop token that ended the request, None for an end of sequence, or what the error was.
         num_cached: tokens of the prompt that were found in the cache when the request first ran.
     """
 
@@ -30,7 +31,7 @@ class Progress(msgspec.Struct, frozen=True):
     token: int
     logprob: TokenLogprob | None
     finish_reason: str | None
-    stop_reason: int | None
+    stop_reason: int | str | None
     num_cached: int = 0
 
 

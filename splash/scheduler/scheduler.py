@@ -203,7 +203,7 @@ class Scheduler:
         retired = self._aborted_in_flight
         self._aborted_in_flight = []
         eos_token_ids = self.config.eos_token_ids
-        requests, tokens = self._requests, self._tokens
+        requests, tokens, failures = self._requests, self._tokens, dict(output.failures)
         for id, token, logprob in zip(output.requests, output.tokens, output.logprobs, strict=True):
             request = requests.get(id)
             if request is None:
@@ -211,7 +211,7 @@ class Scheduler:
             assert request.held is not None
             request.tokens.append(token)
             tokens[request.held.owner] += 1
-            finish_reason, stop_reason = request.finish(eos_token_ids)
+            finish_reason, stop_reason = ("error", failures[id]) if id in failures else request.finish(eos_token_ids)
             if finish_reason is not None:
                 del requests[id]
                 request.live = False
