@@ -1,7 +1,8 @@
 """Grammars: what an output may look like, as text that llguidance compiles.
 
 A grammar is made and checked beside the caller, crosses to the ranks as text, and is followed on the rank that samples:
-that rank knows each token first, so the mask of the next one is ready before its logits are.
+that rank knows each token first, so the mask of the next one is ready before its logits are. The library is loaded with
+the first grammar.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 MAX_GRAMMAR_CHARS = 1 << 17
 # Between tokens of JSON: enough to indent, too little for a model to fill its output with.
@@ -71,6 +74,8 @@ def regex_grammar(pattern: str) -> str:
     Raises:
         ValueError: it cannot be compiled, or is too costly.
     """
+    from llguidance import LLMatcher
+
     grammar = LLMatcher.grammar_from_regex(pattern)
     check_grammar(grammar)
     return grammar
@@ -146,9 +151,8 @@ class Constraint:
             GrammarFailed: there is no saying, or no token may come.
         """
         if self._mask is None:
-            packed = _next_mask(self._matcher.result())
-            packed.extend(bytes(self._num_bytes - len(packed)))
-            self._mask = torch.frombuffer(packed, dtype=torch.int32)
+            packed = _next_mask(self._matcher.result())  # of the tokens, and of some more, which cannot come
+            self._mask = torch.frombuffer(packed.ljust(self._num_bytes, b"\0"), dtype=torch.int32)[: self._num_bytes // 4]
         return self._mask
 
     def accept(self, token: int) -> None:
@@ -171,6 +175,8 @@ def allowed_tokens(packed_mW: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 def _compile(table: LLTokenizer, grammar: str) -> LLMatcher:
     """Compile within limits that keep a grammar under 100 ms and 100 MB."""
+    from llguidance import LLMatcher, LLParserLimits
+
     limits = LLParserLimits(
         initial_lexer_fuel=200_000,
         step_lexer_fuel=100_000,
@@ -212,6 +218,8 @@ class _Vocabulary:
 
 def _table(tokens: TokenTable, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
     """Takes a second and 50 MB for a vocabulary of 128,000, and holds the interpreter's lock meanwhile."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+
     return LLTokenizer(TokenizerWrapper(_Vocabulary(tokens, vocab_size, eos_token_ids)), eos_token=list(eos_token_ids))
 
 

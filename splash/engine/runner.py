@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,7 +14,6 @@ from splash.core.memory import ArenaGeometry
 from splash.core.step import StepOutput, StepPlan
 from splash.engine.grammar import Grammars
 from splash.engine.sampler import Sampler
-from splash.engine.tokenizer import Tokenizer
 from splash.layouts.rows import step_rows
 from splash.layouts.tables import PageTables
 from splash.model.checkpoint import Checkpoint, torch_dtype
@@ -23,6 +23,9 @@ from splash.model.transformer import Transformer
 from splash.platform.base import Rank
 from splash.switch.orders import CopyAhead, SwitchOrder, SwitchOutcome
 from splash.switch.transfer import Handoff, LayerCopies, copy_head_group
+
+if TYPE_CHECKING:
+    from splash.engine.tokenizer import Tokenizer
 
 
 class ModelRunner:
@@ -58,7 +61,7 @@ class ModelRunner:
         self._geometry = geometry
         self._failed_ahead: int | None = None  # the last switch that this rank failed to copy ahead of
         self._tables = PageTables(group.size)
-        grammars = Grammars(lambda: Tokenizer.load(model), spec.vocab_size, eos_token_ids)
+        grammars = Grammars(lambda: _tokenizer(model), spec.vocab_size, eos_token_ids)
         self._sampler = Sampler(eos_token_ids, grammars) if group.rank == 0 else None
 
     def logits(self, plan: StepPlan) -> torch.Tensor | None:
@@ -141,3 +144,9 @@ class ModelRunner:
         """What can be done for the next step before it is known."""
         if self._sampler is not None:
             self._sampler.prepare()
+
+
+def _tokenizer(model: str | Path) -> Tokenizer:
+    from splash.engine.tokenizer import Tokenizer  # few ranks ever need one
+
+    return Tokenizer.load(model)
