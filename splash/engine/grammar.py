@@ -92,6 +92,36 @@ def choice_grammar(choices: Sequence[str]) -> str:
     return grammar
 
 
+class Notation:
+    """Writes grammars in Lark's notation, in which markers may be special tokens.
+
+    Args:
+        special_token: the id of the special token that a marker is, None for one that is made of text.
+    """
+
+    def __init__(self, special_token: Callable[[str], int | None]) -> None:
+        self._special_token = special_token
+        self._rules: dict[str, str] = {}
+
+    def marker(self, text: str) -> str:
+        """The marker itself."""
+        token = self._special_token(text)
+        return json.dumps(text) if token is None else f"<[{token}]>"
+
+    def until(self, text: str) -> str:
+        """Anything up to the marker for the first time, and the marker."""
+        token = self._special_token(text)
+        if token is not None:
+            return f"/(?s:.*)/ <[{token}]>"
+        name = self._rules.setdefault(f"/(?s:.*)/ {json.dumps(text)}", f"until_{len(self._rules)}")
+        return name
+
+    def grammar(self, start: str) -> str:
+        """The grammar whose whole is `start`."""
+        return "\n".join([f"start: {start}", *(f"{name}[lazy]: {body}" for body, name in self._rules.items())])
+
+
+@functools.lru_cache(64)
 def check_grammar(grammar: str) -> None:
     """Compile a grammar that names no token, see what it begins with, and forget it.
 
@@ -152,7 +182,9 @@ class Constraint:
         """
         if self._mask is None:
             packed = _next_mask(self._matcher.result())  # of the tokens, and of some more, which cannot come
-            self._mask = torch.frombuffer(packed.ljust(self._num_bytes, b"\0"), dtype=torch.int32)[: self._num_bytes // 4]
+            self._mask = torch.frombuffer(packed.ljust(self._num_bytes, b"\0"), dtype=torch.int32)[
+                : self._num_bytes // 4
+            ]
         return self._mask
 
     def accept(self, token: int) -> None:

@@ -33,6 +33,7 @@ class Tokenizer:
         backend: the tokenizer of the `tokenizers` library.
         special_tokens: text of each named special token that the checkpoint defines, for example `bos_token`.
         decoder_steps: type names of the decoder's steps, in order.
+        chat_template: Jinja source of the template, None where the model has no chat format.
     """
 
     def __init__(self, backend: Backend, config: Mapping[str, Any], chat_template: str | None = None) -> None:
@@ -55,6 +56,7 @@ class Tokenizer:
         self._special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self.decoder_steps = _decoder_steps(backend)
         self._before, self._after = _added_by_config(self, config)
+        self.chat_template = chat_template
         self._template = _compile(chat_template) if chat_template is not None else None
 
     @classmethod
@@ -91,6 +93,11 @@ class Tokenizer:
         """Id of a named special token such as "eos_token", or None where the checkpoint has none."""
         text = self.special_tokens.get(name)
         return None if text is None else self.backend.token_to_id(text)
+
+    def special_token(self, text: str) -> int | None:
+        """Id of the token that is left out of output text and is written so, None where there is none."""
+        token = self.backend.token_to_id(text)
+        return token if token is not None and token in self._special_ids else None
 
     def is_special(self, token: int) -> bool:
         """Whether the token is left out of output text."""

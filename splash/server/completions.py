@@ -73,9 +73,10 @@ async def _prepare(service: Service, body: CompletionRequest) -> _Job:
         if body.echo and text is None:
             text = tokenizer.decode(tokens, skip_special_tokens=False)
         echoes += [text or "" if body.echo else ""] * body.n
+    grammar = None if body.structured_outputs is None else await asyncio.to_thread(body.structured_outputs.grammar)
     answer_id = new_id("cmpl")
     head = {"id": answer_id, "object": "text_completion", "created": int(time.time()), "model": service.settings.model}
-    requests = fan_out(body, answer_id, prompts, limits, body.logprobs)
+    requests = fan_out(body, answer_id, prompts, limits, body.logprobs, grammar)
     return _Job(body, requests, echoes, sum(map(len, prompts)), head)
 
 

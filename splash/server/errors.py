@@ -18,20 +18,20 @@ from splash.core.errors import CapacityError, ConfigError, RequestError, SplashE
 
 UNSUPPORTED = {
     "suffix": "inserting before a suffix is not supported",
-    "logit_bias": "biasing logits is not supported",
-    "response_format": "only {'type': 'text'} is supported",
-    "tools": "calling tools is not supported",
-    "tool_choice": "calling tools is not supported",
-    "functions": "calling functions is not supported",
-    "function_call": "calling functions is not supported",
+    "functions": "is not supported any more; use tools",
+    "function_call": "is not supported any more; use tool_choice",
     "modalities": "only ['text'] is supported",
     "audio": "only text is supported",
-    "tool_calls": "calling tools is not supported",
+    "web_search_options": "searching the web is not supported",
+    "prediction": "predicted outputs are not supported",
+    "verbosity": "is not supported",
+    "reasoning_effort": "is not supported; templates that know it take it in chat_template_kwargs",
 }
 
 _ALTERNATIVES = {
     "prompt": "must be text, a list of texts, a list of token ids, or a list of lists of token ids",
     "stop": "must be text or a list of texts, none of them empty",
+    "tool_choice": "must be none, auto, required, or {'type': 'function', 'function': {'name': ...}}",
 }
 
 
@@ -104,6 +104,11 @@ def engine_loading() -> ApiError:
     return ApiError(
         503, "the model is still loading", type="server_error", code="loading", headers={"Retry-After": "5"}
     )
+
+
+def grammar_failed(reason: str) -> ApiError:
+    """The output could not be kept to the format asked for. Nobody else's output is affected."""
+    return ApiError(400, f"the output cannot be kept to the format asked for: {reason}", code="grammar_failed")
 
 
 def shutting_down() -> ApiError:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from splash.core.errors import RequestError
 from splash.core.request import TokenLogprob
 from splash.engine.outputs import GenerationRequest, RequestOutput
-from splash.server.errors import ContextLengthError, engine_dead, engine_loading, model_not_found
+from splash.server.errors import ContextLengthError, engine_dead, engine_loading, grammar_failed, model_not_found
 from splash.server.schemas import SamplingFields
 from splash.server.settings import ServerSettings
 from splash.server.streaming import merge
@@ -135,8 +135,19 @@ def fan_out(
     prompts: Sequence[Sequence[int]],
     limits: Sequence[int],
     logprobs: int | None,
+    grammar: str | None = None,
+    visible: frozenset[int] = frozenset(),
 ) -> list[GenerationRequest]:
     """The engine's requests: `n` for each prompt, in order of prompts. Choice i samples with seed + i.
+
+    Args:
+        fields: the parameters that all share.
+        answer_id: what their ids begin with.
+        prompts: token ids of each.
+        limits: most tokens to generate, for each prompt.
+        logprobs: alternatives a token to report, or None for no log-probabilities.
+        grammar: what every output has to follow, None for nothing.
+        visible: special tokens that output text shows.
 
     Raises:
         RequestError: a sampling parameter is out of range.
@@ -145,17 +156,27 @@ def fan_out(
     for number, prompt in enumerate(prompts):
         for sample in range(fields.n):
             index = number * fields.n + sample
-            params = fields.sampling(index, limits[number], logprobs)
-            requests.append(GenerationRequest(f"{answer_id}-{index}", tuple(prompt), params, fields.priority))
+            params = fields.sampling(index, limits[number], logprobs, grammar)
+            id = f"{answer_id}-{index}"
+            requests.append(GenerationRequest(id, tuple(prompt), params, fields.priority, visible))
     return requests
 
 
-def stream(
+async def stream(
     engine: AsyncEngine, requests: Sequence[GenerationRequest]
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Outputs of all requests as they come, with the number of the request. Closing it aborts them."""
+    """Outputs of all requests as they come, with the number of the request. Closing it aborts them.
+
+    Raises:
+        SplashError: a request is refused, or the engine died.
+        ApiError: the grammar of a request could not be followed.
+    """
     outputs = [cast("AsyncGenerator[RequestOutput, None]", engine.generate(request)) for request in requests]
-    return cast("AsyncGenerator[tuple[int, RequestOutput], None]", merge(outputs))
+    async with aclosing(cast("AsyncGenerator[tuple[int, RequestOutput], None]", merge(outputs))) as merged:
+        async for index, output in merged:
+            if output.finish_reason == "error":
+                raise grammar_failed(str(output.stop_reason))
+            yield index, output
 
 
 async def collect(engine: AsyncEngine, requests: Sequence[GenerationRequest]) -> list[Choice]:
@@ -163,6 +184,7 @@ async def collect(engine: AsyncEngine, requests: Sequence[GenerationRequest]) ->
 
     Raises:
         SplashError: a request is refused, or the engine died.
+        ApiError: the grammar of a request could not be followed.
     """
     choices = [Choice() for _ in requests]
     async with aclosing(stream(engine, requests)) as outputs:
