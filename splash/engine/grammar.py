@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_GRAMMAR_CHARS = 1 << 17
+# Where only one text can follow, the model still says in which tokens: encoding a text by itself may add a space to it.
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
 # Between tokens of JSON: enough to indent, too little for a model to fill its output with.
 WHITESPACE = r"[ \n\t]{1,32}"
 
@@ -47,9 +49,7 @@ def json_schema_grammar(schema: Any) -> str:
     Raises:
         ValueError: it is no schema, has keywords that cannot be enforced, or allows nothing.
     """
-    grammar = f"start: {json_rule(schema)}"
-    check_grammar(grammar)
-    return grammar
+    return _checked(f"start: {json_rule(schema)}")
 
 
 def json_rule(schema: Any) -> str:
@@ -76,9 +76,8 @@ def regex_grammar(pattern: str) -> str:
     """
     from llguidance import LLMatcher
 
-    grammar = LLMatcher.grammar_from_regex(pattern)
-    check_grammar(grammar)
-    return grammar
+    escaped = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"][0]["lark_grammar"]
+    return _checked(escaped)
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
@@ -87,7 +86,11 @@ def choice_grammar(choices: Sequence[str]) -> str:
     Raises:
         ValueError: there are none, or too many.
     """
-    grammar = "start: " + " | ".join(json.dumps(choice) for choice in choices)
+    return _checked("start: " + " | ".join(json.dumps(choice) for choice in choices))
+
+
+def _checked(rules: str) -> str:
+    grammar = _OPTIONS + rules
     check_grammar(grammar)
     return grammar
 
@@ -118,7 +121,9 @@ class Notation:
 
     def grammar(self, start: str) -> str:
         """The grammar whose whole is `start`."""
-        return "\n".join([f"start: {start}", *(f"{name}[lazy]: {body}" for body, name in self._rules.items())])
+        return _OPTIONS + "\n".join(
+            [f"start: {start}", *(f"{name}[lazy]: {body}" for body, name in self._rules.items())]
+        )
 
 
 @functools.lru_cache(64)
