@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from splash.server.auth import BearerAuth
 from splash.server.chat import chat_router
 from splash.server.completions import completions_router
-from splash.server.errors import install_handlers, model_not_found
+from splash.server.errors import ERRORS, install_handlers, model_not_found
 from splash.server.layout import layout_router
+from splash.server.middleware import REQUEST_ID, BodyLimit, RequestIds, SameOrigin
 from splash.server.requests import Service, answer
 from splash.server.settings import ServerSettings
 from splash.server.streaming import ClientGone
+from splash.server.tokenize import tokenize_router
 
 if TYPE_CHECKING:
     from splash.engine.async_engine import AsyncEngine
@@ -41,8 +44,21 @@ def create_app(engine: AsyncEngine, settings: ServerSettings, loaded: Callable[[
     app.include_router(_models_router(service))
     app.include_router(_state_router(service))
     app.include_router(layout_router(service))
-    if settings.api_key is not None:
-        app.add_middleware(BearerAuth, api_key=settings.api_key)
+    app.include_router(tokenize_router(service))
+    # The last that is added sees a request first.
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    if settings.api_keys:
+        app.add_middleware(BearerAuth, keys=settings.api_keys)
+    app.add_middleware(SameOrigin, origins=settings.cors_origins)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID],
+        )
+    app.add_middleware(RequestIds)
     return app
 
 
@@ -51,7 +67,7 @@ async def _on_client_gone(request: Request, error: Exception) -> Response:
 
 
 def _models_router(service: Service) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(responses=ERRORS)
     created = int(time.time())
 
     def model() -> dict[str, object]:
@@ -80,7 +96,7 @@ def _models_router(service: Service) -> APIRouter:
 
 
 def _state_router(service: Service) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(responses=ERRORS)
     engine = service.engine
 
     @router.get("/health")

@@ -15,9 +15,10 @@ from starlette.responses import Response
 
 from splash.core.errors import RequestError
 from splash.engine.outputs import GenerationRequest
-from splash.engine.tokenizer import Tokenizer
-from splash.server.chat_format import ChatFormat, Content, Part, Reasoning, Reply, Thought
-from splash.server.chat_schemas import ChatCompletionRequest, ToolChoice
+from splash.server.chat_format import ChatFormat, Content, Part, Reply, Thought
+from splash.server.chat_schemas import ChatCompletionRequest
+from splash.server.conversation import Conversation, read_conversation
+from splash.server.errors import ERRORS
 from splash.server.logprobs import chat_logprobs
 from splash.server.requests import (
     Service,
@@ -32,31 +33,7 @@ from splash.server.requests import (
     usage,
 )
 from splash.server.streaming import DONE, EventStream, event, unless_client_leaves
-from splash.server.structured import Demand, answer_grammar, checked_tool, content_rule
-from splash.server.tool_formats import Tool, ToolCall
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """A conversation as the model reads it, and how its answer is to be read.
-
-    Attributes:
-        prompt: token ids.
-        format: how the model answers.
-        reasoning: what the answer begins with.
-        tools: those that may be called, by name; None where markers of calls are text like any other.
-        grammar: what the answer has to follow, None for nothing.
-    """
-
-    prompt: list[int]
-    format: ChatFormat
-    reasoning: Reasoning
-    tools: dict[str, Tool] | None
-    grammar: str | None
-
-    def reply(self) -> Reply:
-        """Takes one answer apart."""
-        return Reply(self.format, self.reasoning, self.tools)
+from splash.server.tool_formats import ToolCall
 
 
 @dataclass(frozen=True)
@@ -75,7 +52,7 @@ class _Job:
 
 def chat_router(service: Service) -> APIRouter:
     """The route, over a service."""
-    router = APIRouter()
+    router = APIRouter(responses=ERRORS)
 
     @router.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
@@ -105,64 +82,6 @@ async def _prepare(service: Service, body: ChatCompletionRequest) -> _Job:
         raise renamed(error, {"prompt": "messages", "max_tokens": limit_name}) from None
     head = {"id": answer_id, "created": int(time.time()), "model": service.settings.model}
     return _Job(body, conversation, requests, head)
-
-
-def read_conversation(tokenizer: Tokenizer, format: ChatFormat, body: ChatCompletionRequest) -> Conversation:
-    """Apply the chat template, and work out what the answer may be.
-
-    Raises:
-        RequestError: the template refuses the messages, or a format that is asked for cannot be enforced.
-    """
-    offered = [tool.model_dump(exclude_none=True) for tool in body.offered]
-    if offered and not format.takes_tools:
-        raise RequestError("tools", "this model's chat template does not tell the model about tools")
-    text = tokenizer.apply_chat_template(
-        _messages(body, format),
-        add_generation_prompt=body.add_generation_prompt,
-        **body.chat_template_kwargs,
-        **({"tools": offered} if offered else {}),
-    )
-    prompt = tokenizer.encode(text, add_special_tokens=False)
-    reasoning = format.reasoning(text)
-    tools = {tool.function.name: Tool(tool.function.name, tool.function.parameters) for tool in body.offered}
-    grammar = _grammar(tokenizer, format, body, reasoning, tools)
-    return Conversation(prompt, format, reasoning, tools or None, grammar)
-
-
-def _messages(body: ChatCompletionRequest, format: ChatFormat) -> list[dict[str, Any]]:
-    messages = []
-    for number, message in enumerate(body.messages):
-        try:
-            messages.append(message.for_template(format.tools.takes_text))
-        except ValueError as error:
-            raise RequestError(f"messages.{number}.tool_calls", f"arguments are not a JSON object: {error}") from None
-    return messages
-
-
-def _grammar(
-    tokenizer: Tokenizer,
-    format: ChatFormat,
-    body: ChatCompletionRequest,
-    reasoning: Reasoning,
-    tools: dict[str, Tool],
-) -> str | None:
-    if body.structured_outputs is not None:
-        if tools:
-            raise RequestError("structured_outputs", "cannot be used together with tools; use response_format")
-        return body.structured_outputs.grammar()
-    schema = None if body.response_format is None else body.response_format.schema_asked()
-    content = None if schema is None else content_rule(schema, "response_format")
-    must_call = body.tool_choice == "required" or isinstance(body.tool_choice, ToolChoice)
-    strict = any(tool.function.strict for tool in body.offered)
-    if not (content or must_call or (tools and (strict or not body.parallel_tool_calls))):
-        return None
-    callable_tools = [
-        checked_tool(tools[tool.function.name], tool.function.strict, f"tools.{number}.function.parameters")
-        for number, tool in enumerate(body.offered)
-        if not isinstance(body.tool_choice, ToolChoice) or tool.function.name == body.tool_choice.function.name
-    ]
-    one_call = not body.parallel_tool_calls or isinstance(body.tool_choice, ToolChoice)
-    return answer_grammar(Demand(callable_tools, must_call, one_call, content), format, reasoning, tokenizer)
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

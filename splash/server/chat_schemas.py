@@ -189,9 +189,6 @@ class ChatCompletionRequest(SamplingFields):
         """
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs", "is only allowed with logprobs")
-        reserved = {"messages", "add_generation_prompt", "tools"} & self.chat_template_kwargs.keys()
-        if reserved:
-            raise RequestError("chat_template_kwargs", f"must not contain {', '.join(sorted(reserved))}")
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
             raise RequestError("tools", "must have different names")

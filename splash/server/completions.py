@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from splash.engine.outputs import GenerationRequest
+from splash.server.errors import ERRORS
 from splash.server.logprobs import CompletionLogprobs
 from splash.server.requests import (
     Service,
@@ -42,7 +43,7 @@ class _Job:
 
 def completions_router(service: Service) -> APIRouter:
     """The route, over a service."""
-    router = APIRouter()
+    router = APIRouter(responses=ERRORS)
 
     @router.post("/v1/completions")
     async def create_completion(body: CompletionRequest, request: Request) -> Response:

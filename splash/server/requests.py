@@ -105,8 +105,17 @@ def check_prompt(engine: AsyncEngine, prompt: Sequence[int], param: str) -> None
         raise ContextLengthError(
             param, f"has {len(prompt)} tokens, and prompt and output may have {engine.max_model_len} together"
         )
+    check_vocabulary(engine, prompt, param)
+
+
+def check_vocabulary(engine: AsyncEngine, tokens: Sequence[int], param: str) -> None:
+    """Refuse what are no tokens of the model.
+
+    Raises:
+        RequestError: a token id is outside the vocabulary.
+    """
     vocabulary = engine.model_config.spec.vocab_size
-    for token in prompt:
+    for token in tokens:
         if not 0 <= token < vocabulary:
             raise RequestError(param, f"token id {token} is not below the vocabulary's size {vocabulary}")
 

@@ -27,6 +27,7 @@ from splash.engine.outputs import GenerationRequest, RequestOutput
 from splash.engine.text import OutputText
 from splash.engine.tokenizer import Tokenizer
 from splash.server.app import create_app
+from splash.server.auth import ApiKey
 from splash.server.settings import ServerSettings
 from splash.switch.orders import METHODS, SwitchRecord
 
@@ -227,7 +228,9 @@ class Served:
 def serving(engine: ScriptedEngine, grace_s: int | None = None, **options: Any) -> Iterator[Served]:
     """Serve an engine on a free port, on a thread of its own."""
     loaded = options.pop("loaded", lambda: True)
-    api_key = options.get("api_key")
+    api_key = options.pop("api_key", None)
+    if api_key is not None:
+        options["api_keys"] = (ApiKey(api_key, admin=True),)
     app = create_app(engine, ServerSettings("scripted", "1.2.3", **options), loaded)  # type: ignore[arg-type]
     server = _Server(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=grace_s))
     server.listening = threading.Event()
