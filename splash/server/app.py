@@ -11,6 +11,7 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
+from splash.server.answers import Models, ServedModel, documented
 from splash.server.auth import BearerAuth
 from splash.server.chat import chat_router
 from splash.server.completions import completions_router
@@ -43,7 +44,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings, loaded: Callable[[
     app.include_router(chat_router(service))
     app.include_router(_models_router(service))
     app.include_router(_state_router(service))
-    app.include_router(layout_router(service))
+    app.include_router(layout_router(service), responses=ERRORS)
     app.include_router(tokenize_router(service))
     # The last that is added sees a request first.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
@@ -80,12 +81,12 @@ def _models_router(service: Service) -> APIRouter:
             "max_model_len": service.engine.max_model_len,
         }
 
-    @router.get("/v1/models")
+    @router.get("/v1/models", responses=documented(Models))
     async def list_models() -> Response:
         """The one model that is served."""
         return answer({"object": "list", "data": [model()]})
 
-    @router.get("/v1/models/{name:path}")
+    @router.get("/v1/models/{name:path}", responses=documented(ServedModel))
     async def get_model(name: str) -> Response:
         """The model of that name."""
         if name != service.settings.model:

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from splash.core.errors import RequestError
 from splash.engine.outputs import GenerationRequest
+from splash.server.answers import ChatCompletion, documented
 from splash.server.chat_format import ChatFormat, Content, Part, Reply, Thought
 from splash.server.chat_schemas import ChatCompletionRequest
 from splash.server.conversation import Conversation, read_conversation
@@ -54,7 +55,7 @@ def chat_router(service: Service) -> APIRouter:
     """The route, over a service."""
     router = APIRouter(responses=ERRORS)
 
-    @router.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions", responses=documented(ChatCompletion, streams=True))
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
         """Answer a conversation."""
         service.check(body.model)

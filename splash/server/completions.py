@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from splash.engine.outputs import GenerationRequest
+from splash.server.answers import Completion, documented
 from splash.server.errors import ERRORS
 from splash.server.logprobs import CompletionLogprobs
 from splash.server.requests import (
@@ -45,7 +46,7 @@ def completions_router(service: Service) -> APIRouter:
     """The route, over a service."""
     router = APIRouter(responses=ERRORS)
 
-    @router.post("/v1/completions")
+    @router.post("/v1/completions", responses=documented(Completion, streams=True))
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continue one prompt or several."""
         service.check(body.model)

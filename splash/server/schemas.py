@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from splash.core.errors import RequestError
-from splash.core.request import SamplingParams
+from splash.core.request import MAX_LOGPROBS, SamplingParams
 from splash.engine.grammar import choice_grammar, json_schema_grammar, regex_grammar
 
 IGNORED = frozenset(
@@ -48,6 +48,11 @@ class Model(BaseModel):
         if not isinstance(data, dict):
             return data
         return {key: value for key, value in data.items() if value is not None}
+
+
+def _range(**limits: float) -> Any:
+    """Limits of a number, for the OpenAPI schema."""
+    return Field(json_schema_extra=dict(limits))
 
 
 class StreamOptions(Model):
@@ -91,22 +96,25 @@ class StructuredOutputs(Model):
 
 
 class SamplingFields(Model):
-    """Parameters that completions and chat completions share. Ranges are checked by `SamplingParams`."""
+    """Parameters that completions and chat completions share.
+
+    `SamplingParams` checks the ranges; the OpenAPI schema only tells them.
+    """
 
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = Field(default=1, ge=1, le=128)
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
+    max_tokens: Annotated[int, _range(minimum=1)] | None = None
+    min_tokens: Annotated[int, _range(minimum=0)] = 0
+    temperature: Annotated[float, _range(minimum=0, maximum=100)] = 1.0
+    top_p: Annotated[float, _range(exclusiveMinimum=0, maximum=1)] = 1.0
+    top_k: Annotated[int, _range(minimum=-1)] = 0
+    min_p: Annotated[float, _range(minimum=0, maximum=1)] = 0.0
+    presence_penalty: Annotated[float, _range(minimum=-2, maximum=2)] = 0.0
+    frequency_penalty: Annotated[float, _range(minimum=-2, maximum=2)] = 0.0
+    repetition_penalty: Annotated[float, _range(exclusiveMinimum=0, maximum=100)] = 1.0
+    seed: Annotated[int, _range(minimum=-(2**63), maximum=2**63 - 1)] | None = None
     stop: NonEmpty | list[NonEmpty] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
@@ -189,7 +197,7 @@ class CompletionRequest(SamplingFields):
     prompt: str | list[str] | list[int] | list[list[int]]
     echo: bool = False
     best_of: int | None = None
-    logprobs: int | None = None
+    logprobs: Annotated[int, _range(minimum=0, maximum=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool = True
 
     def prompts(self) -> list[str] | list[list[int]]:

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from splash.core.errors import RequestError
+from splash.server.answers import Text, Tokens, documented
 from splash.server.chat_format import ChatFormat
 from splash.server.chat_schemas import Message, ToolSpec
 from splash.server.conversation import prompt_text
@@ -49,7 +50,7 @@ def tokenize_router(service: Service) -> APIRouter:
     router = APIRouter(responses=ERRORS)
     engine = service.engine
 
-    @router.post("/tokenize")
+    @router.post("/tokenize", responses=documented(Tokens))
     async def tokenize(body: TokenizeRequest) -> Response:
         """Token ids of a text or of a conversation."""
         service.check(body.model)
@@ -59,7 +60,7 @@ def tokenize_router(service: Service) -> APIRouter:
             {"count": len(tokens), "max_model_len": engine.max_model_len, "tokens": tokens, "token_strs": strings}
         )
 
-    @router.post("/detokenize")
+    @router.post("/detokenize", responses=documented(Text))
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids, special ones included."""
         service.check(body.model)
