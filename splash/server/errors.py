@@ -213,6 +213,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
             allowed = ", ".join(map(str.upper, methods)) or (error.headers or {}).get("Allow", "")
             message = f"method not allowed: {where}; allowed is {allowed}"
             return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed}).response()
+        case 400:
+            return ApiError(400, str(error.detail), code="invalid_body").response()
         case 413:
             return ApiError(413, str(error.detail), code="body_too_large").response()
     return ApiError(error.status_code, str(error.detail), headers=error.headers).response()

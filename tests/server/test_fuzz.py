@@ -74,7 +74,9 @@ def fuzz(url: str, operation: tuple[str, str], cases: int) -> Counter[int]:
             if terse:
                 case.body = {key: value for key, value in case.body.items() if key not in COMMON or key in keep}
                 if "layout" in case.body:
-                    case.body = {"layout": "dop", "rebalance": bool(keep)}
+                    case.body = {"layout": "dp", "rebalance": bool(keep)}
+                if isinstance(case.body.get("messages"), list):
+                    case.body["messages"] = [plain(message) for message in case.body["messages"]]
         response = case.call(base_url=url, session=session, timeout=ANSWER_TIMEOUT_S)
         statuses[response.status_code] += 1
         assert response.status_code < 500, f"{case.as_curl_command()}\n{response.text}"
@@ -91,6 +93,15 @@ COMMON = [
     *("logit_bias", "structured_outputs", "response_format", "tools", "tool_choice", "logprobs", "top_logprobs"),
     *("stream", "stream_options", "best_of", "echo", "chat_template_kwargs", "parallel_tool_calls"),
 ]
+
+
+def plain(message: Any) -> Any:
+    """A message that most templates take."""
+    return (
+        {"role": "user", "content": message["content"]}
+        if isinstance(message, dict) and "content" in message
+        else message
+    )
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=" ".join)
