@@ -10,6 +10,7 @@ from splash.core.errors import RequestError
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024
+MAX_INT = 2**31 - 1  # what no count comes near, and what a message to the ranks can carry
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -44,11 +45,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
             RequestError: naming the first field that is out of range and what it accepts.
         """
         for field, ok, accepted in (
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("max_tokens", 1 <= self.max_tokens <= MAX_INT, f"between 1 and {MAX_INT}"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens"),
             ("temperature", math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
-            ("top_k", self.top_k >= 0, "at least 0 (0 switches it off)"),
+            ("top_k", 0 <= self.top_k <= MAX_INT, f"between 0 and {MAX_INT} (0 switches it off)"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),

@@ -70,6 +70,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, {"prompt": "a", "temperature": "warm"}, "temperature", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "top_p": 0}, "top_p", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "top_k": -2}, "top_k", "invalid_value"),
+    (COMPLETIONS, {"prompt": "a", "top_k": 2**70}, "top_k", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "min_p": 2}, "min_p", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "presence_penalty": 3}, "presence_penalty", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", "invalid_value"),

@@ -71,6 +71,8 @@ def fuzz(url: str, operation: tuple[str, str], cases: int) -> Counter[int]:
         if isinstance(case.body, dict):
             # Made-up values of many parameters would nearly always be refused for the first of them.
             case.body.pop("model", None)
+            if type(case.body.get("n")) is int and 4 < case.body["n"] <= 128:
+                case.body["n"] = 4  # more of the same takes only time
             if terse:
                 case.body = {key: value for key, value in case.body.items() if key not in COMMON or key in keep}
                 if "layout" in case.body:
@@ -116,7 +118,7 @@ def test_a_few_cases(serve: Callable[..., Any], operation: tuple[str, str]) -> N
 @contextlib.contextmanager
 def real_server() -> Iterator[str]:
     """`splash.serve` with the model that ships, in processes of its own."""
-    options = ["port=0", "+hardware=cpu", "ranks=2", "kv_cache_gib=0.1", "max_model_len=128"]
+    options = ["port=0", "+hardware=cpu", "ranks=2", "kv_cache_gib=0.1", "max_model_len=64"]
     process = subprocess.Popen(
         [sys.executable, "-m", "splash.serve", *options],
         stdout=subprocess.PIPE,
