@@ -184,10 +184,11 @@ class SamplingFields(Model):
 
 
 def _biases(biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
-    try:
-        by_token = {int(token): bias for token, bias in biases.items()}
-    except ValueError:
-        raise RequestError("logit_bias", "must have token ids as keys") from None
+    by_token = {}
+    for token, bias in biases.items():
+        if not (token.isascii() and token.isdecimal() and len(token) < 12):
+            raise RequestError("logit_bias", f"must have token ids as keys, not {token[:20]!r}")
+        by_token[int(token)] = bias
     return tuple(by_token.items())
 
 

@@ -97,6 +97,10 @@ def test_logprobs(llm: LLM) -> None:
         ([1], SamplingParams(temperature=-1.0), "temperature"),
         ([1], SamplingParams(top_p=0.0), "top_p"),
         ([1], SamplingParams(stop_token_ids=(9999,)), "stop_token_ids"),
+        ([1], SamplingParams(stop_token_ids=(2**70,)), "stop_token_ids"),
+        ([1], SamplingParams(logit_bias=((512, 1.0),)), "logit_bias"),
+        ([1], SamplingParams(top_k=2**70), "top_k"),
+        ([1], SamplingParams(max_tokens=2**70), "max_tokens"),
     ],
 )
 def test_bad_requests_harm_nobody(llm: LLM, prompt: list[int], params: SamplingParams, field: str) -> None:

@@ -87,6 +87,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "unsupported_parameter"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"five": 1}}, "logit_bias", "invalid_value"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"1_0": 1}}, "logit_bias", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": "1"}}, "logit_bias.5", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {str(i): 1 for i in range(1100)}}, "logit_bias", "invalid_value"),
@@ -191,6 +192,33 @@ def test_bodies_that_are_no_request(shared: Any, path: str, content: bytes) -> N
     response = shared.http.post(path, content=content, headers={"content-type": "application/json"})
     assert response.status_code == 400, response.text
     error_of(response)
+
+
+DEEP = b"[" * 100_000 + b"]" * 100_000
+HOSTILE = [
+    b'{"prompt": %s}' % DEEP,
+    b'{"prompt": "a", "max_tokens": 1%s}' % (b"0" * 10_000),
+    b'{"prompt": "a", "temperature": 1e999}',
+    b'{"prompt": "a", "temperature": -Infinity}',
+    b'{"prompt": "a", "structured_outputs": {"json": {"a": %s}}}' % DEEP,
+    b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"opening": %s}}' % DEEP,
+    b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": {"name": "f",'
+    b' "parameters": {"a": %s}}}], "tool_choice": "required"}' % DEEP,
+    b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": {"name": "f",'
+    b' "arguments": "%s"}}]}]}' % DEEP,
+    b'{"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_schema", "json_schema":'
+    b' {"name": "a", "schema": {"pattern": "((((((((((a{100}){100}){100}){100}){100}){100}){100}){100}){100})", "type":'
+    b' "string"}}}}',
+]
+
+
+@pytest.mark.parametrize("content", HOSTILE, ids=range(len(HOSTILE)))
+def test_bodies_made_to_hurt(shared: Any, content: bytes) -> None:
+    for path in (COMPLETIONS, CHAT, "/tokenize"):
+        response = shared.http.post(path, content=content, headers={"content-type": "application/json"})
+        assert response.status_code == 400, response.text
+        error_of(response)
+    assert not shared.engine.requests
 
 
 def test_json_needs_no_content_type(shared: Any) -> None:
