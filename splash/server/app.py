@@ -50,7 +50,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings, loaded: Callable[[
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     if settings.api_keys:
         app.add_middleware(BearerAuth, keys=settings.api_keys)
-    app.add_middleware(SameOrigin, origins=settings.cors_origins)
+    app.add_middleware(SameOrigin, origins=settings.cors_origins, trusts_names=bool(settings.api_keys))
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

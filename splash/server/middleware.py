@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import uuid
 from collections.abc import Sequence
@@ -81,11 +82,14 @@ class SameOrigin:
     Args:
         app: what is protected.
         origins: other origins that may, such as "https://example.org"; "*" stands for all.
+        trusts_names: the server's own pages may have any name. Without keys that is not safe: whoever owns a name can
+            make it mean this machine, so pages are taken for ours only under an address or as localhost.
     """
 
-    def __init__(self, app: ASGIApp, origins: Sequence[str] = ()) -> None:
+    def __init__(self, app: ASGIApp, origins: Sequence[str] = (), trusts_names: bool = True) -> None:
         self._app = app
         self._origins = frozenset(origins)
+        self._trusts_names = trusts_names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or refuse it."""
@@ -102,6 +106,19 @@ class SameOrigin:
         if origin in self._origins or "*" in self._origins:
             return True
         try:
-            return urlsplit(origin).netloc.lower() == host.lower() != ""
+            parts = urlsplit(origin)
+            own = parts.netloc.lower() == host.lower() != ""
+            return own and (self._trusts_names or _is_address(parts.hostname or ""))
         except ValueError:
             return False
+
+
+def _is_address(host: str) -> bool:
+    """Whether a host is named by its address, or is this one."""
+    if host == "localhost":
+        return True
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

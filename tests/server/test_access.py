@@ -98,6 +98,14 @@ def test_other_web_pages_get_nothing(serve: Callable[..., Any]) -> None:
         response = served.http.post("/v1/completions", json=COMPLETION, headers={"origin": origin})
         assert response.status_code == status
         assert "access-control-allow-origin" not in response.headers
+    rebound = {"origin": "http://evil.example", "host": "evil.example"}
+    assert served.http.post("/v1/completions", json=COMPLETION, headers=rebound).status_code == 403
+    for name in ("localhost:1", "127.0.0.1:1", "[::1]:1"):
+        headers = {"origin": f"http://{name}", "host": name}
+        assert served.http.post("/v1/completions", json=COMPLETION, headers=headers).status_code == 200
+    named = serve(api_key="secret")
+    response = named.http.post("/v1/completions", json=COMPLETION, headers=rebound | bearer("secret"))
+    assert response.status_code == 200
     preflight = {"origin": "https://evil.example", "access-control-request-method": "POST"}
     assert served.http.options("/v1/completions", headers=preflight).status_code == 405
 
