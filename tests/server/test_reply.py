@@ -82,7 +82,7 @@ def calls_of(parts: list[Part]) -> list[tuple[str, Any]]:
     return [(part.name, json.loads(part.arguments)) for part in parts if isinstance(part, ToolCall)]
 
 
-@pytest.mark.parametrize(("format", "text"), FAMILIES)
+@pytest.mark.parametrize(("format", "text"), FAMILIES, ids=["v3", "v3.1", "glm4.5", "glm4.7", "tagged_json", "json"])
 @pytest.mark.parametrize("cut", [1, 2, 7, 1000])
 def test_every_family_is_read(format: ToolFormat, text: str, cut: int) -> None:
     expected = [("weather", {"city": "Oslo", "days": 3}), ("now", {})]

@@ -101,7 +101,7 @@ def lets_through(grammar: str, tokens: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
-@pytest.mark.parametrize(("format", "one", "two", "end"), CALLS)
+@pytest.mark.parametrize(("format", "one", "two", "end"), CALLS, ids=["v3", "v3.1", "glm", "tagged_json", "json"])
 @pytest.mark.parametrize("reasoning", ["never", "maybe", "open"])
 def test_answers_are_held_to_what_is_demanded(
     format: ToolFormat, one: str, two: str, end: str, reasoning: str, special: bool
