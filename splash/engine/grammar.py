@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_GRAMMAR_CHARS = 1 << 17
+MAX_COMPILED = 64  # grammars kept for requests that bring the same again, as the choices of one do
 # Where only one text can follow, the model still says in which tokens: encoding a text by itself may add a space to it.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 # Between tokens of JSON: enough to indent, too little for a model to fill its output with.
@@ -116,8 +117,7 @@ class Notation:
         token = self._special_token(text)
         if token is not None:
             return f"/(?s:.*)/ <[{token}]>"
-        name = self._rules.setdefault(f"/(?s:.*)/ {json.dumps(text)}", f"until_{len(self._rules)}")
-        return name
+        return self._rules.setdefault(f"/(?s:.*)/ {json.dumps(text)}", f"until_{len(self._rules)}")
 
     def grammar(self, start: str) -> str:
         """The grammar whose whole is `start`."""
@@ -158,6 +158,7 @@ class Grammars:
         self._eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
         self._thread: ThreadPoolExecutor | None = None
         self._table: LLTokenizer | None = None
+        self._compiled: dict[str, LLMatcher] = {}  # at their beginning; the last used come last
 
     def begin(self, grammar: str) -> Constraint:
         """Start following a grammar at its beginning."""
@@ -165,10 +166,19 @@ class Grammars:
             self._thread = ThreadPoolExecutor(1, "splash-grammar")
         return Constraint(self._thread.submit(self._begin, grammar), self._vocab_size)
 
+    def forget(self, grammar: str) -> None:
+        """Compile it anew the next time: copies share what has been worked out, and what has failed."""
+        assert self._thread is not None, "it has begun"
+        self._thread.submit(self._compiled.pop, grammar, None)
+
     def _begin(self, grammar: str) -> LLMatcher:
         if self._table is None:
             self._table = _table(self._load(), self._vocab_size, self._eos_token_ids)
-        return _compile(self._table, grammar)
+        matcher = self._compiled.pop(grammar, None) or _compile(self._table, grammar)
+        self._compiled[grammar] = matcher
+        if len(self._compiled) > MAX_COMPILED:
+            del self._compiled[next(iter(self._compiled))]
+        return matcher.deep_copy()
 
 
 class Constraint:

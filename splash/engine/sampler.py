@@ -178,8 +178,10 @@ class Sampler:
                 try:
                     masks[row] = self._constraints[id].mask()
                 except GrammarFailed as error:
-                    del self._constraints[id]
                     self.failures.append((id, str(error)))
+                    del self._constraints[id]
+                    if self._grammars is not None and (grammar := self._states[id].params.grammar) is not None:
+                        self._grammars.forget(grammar)
         return masks
 
     def _choose(self, logits_nV: torch.Tensor, states: Sequence[_State], positions: Sequence[int]) -> list[int]:

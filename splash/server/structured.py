@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from splash.core.errors import RequestError
-from splash.engine.grammar import MAX_GRAMMAR_CHARS, Notation, check_grammar, json_rule, json_schema_grammar
+from splash.engine.grammar import Notation, check_grammar, json_rule, json_schema_grammar
 from splash.engine.tokenizer import Tokenizer
 from splash.server.chat_format import THINK, THINK_END, ChatFormat, Reasoning
 from splash.server.tool_formats import ANY_OBJECT, Tool
@@ -57,11 +57,9 @@ def answer_grammar(demand: Demand, format: ChatFormat, reasoning: Reasoning, tok
     try:
         # With every marker as text the grammar means the same, and can be checked without the model's vocabulary.
         check_grammar(_grammar(demand, format, reasoning, Notation(lambda marker: None)))
-        grammar = _grammar(demand, format, reasoning, Notation(tokenizer.special_token))
+        return _grammar(demand, format, reasoning, Notation(tokenizer.special_token))
     except ValueError as error:
         raise RequestError("tools", f"cannot be enforced: {error}") from None
-    assert len(grammar) <= 2 * MAX_GRAMMAR_CHARS
-    return grammar
 
 
 def _grammar(demand: Demand, format: ChatFormat, reasoning: Reasoning, notation: Notation) -> str:

@@ -118,6 +118,24 @@ def test_any_logits_make_one_of_the_choices() -> None:
     assert {sampled(params, seed).decode() for seed in range(40)} == set(choices)
 
 
+def test_requests_with_the_same_grammar_do_not_share_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars, compiled = Grammars(Bytes, VOCABULARY, (EOS, END)), []
+    compile = grammar._compile
+    monkeypatch.setattr(grammar, "_compile", lambda table, text: compiled.append(text) or compile(table, text))
+    texts = [choice_grammar([f"ab{i}"]) for i in range(grammar.MAX_COMPILED + 1)]
+    compiled.clear()
+    first, second = grammars.begin(texts[0]), grammars.begin(texts[0])
+    first.mask()
+    first.accept(ord("a"))
+    for constraint, token in ((first, ord("b")), (second, ord("a"))):
+        assert allowed_tokens(constraint.mask().unsqueeze(0), VOCABULARY)[0, token]
+    for text in texts:
+        grammars.begin(text).mask()
+    assert compiled == texts
+    grammars.begin(texts[0]).mask()
+    assert compiled == [*texts, texts[0]], "the one not used for the longest time was given up"
+
+
 def test_a_mask_allows_what_the_grammar_continues_with() -> None:
     constraint = GRAMMARS.begin(choice_grammar(["true", "t👍"]))
     seen = []
@@ -173,6 +191,20 @@ def test_a_grammar_that_cannot_be_followed_fails_its_own_request_alone(prepares:
     assert sorted(failed) == [0, 2, 3]
     assert "unknown name" in failed[0]
     assert "lexer" in failed[3]
+
+
+def test_a_failure_is_not_handed_on_to_the_next_request() -> None:
+    params = SamplingParams(max_tokens=999, temperature=0.0, grammar=regex_grammar("(.{1,1000}){1,1000}"))
+    logits = torch.zeros(1, VOCABULARY)
+    logits[0, ord("a")] = 20.0
+    lasted = []
+    for _ in range(3):
+        sampler, position = sampler_of(params), 0
+        while not sampler.failures:
+            sampler.sample(logits, [(0, position)])
+            position += 1
+        lasted.append(position)
+    assert lasted[0] == lasted[1] == lasted[2] > 10
 
 
 BAD_SCHEMAS = [
