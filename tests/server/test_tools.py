@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 
 from splash.engine.tokenizer import Tokenizer
@@ -197,6 +198,28 @@ def test_parameters_that_cannot_be_enforced_are_any_object_unless_strict(served_
     tool["function"]["strict"] = True  # type: ignore[index]
     with pytest.raises(openai.BadRequestError, match="cannot be enforced"):
         chat(served, tools=[tool])
+
+
+class City(pydantic.BaseModel):
+    """Where it rains."""
+
+    name: str
+    days: int = 1
+
+
+def test_the_clients_own_helpers_work(served_as: Callable[..., Any]) -> None:
+    served = served_as("json", '{"name": "Oslo", "days": 3}')
+    parsed = served.client.chat.completions.parse(model="scripted", messages=USER, response_format=City)
+    assert parsed.choices[0].message.parsed == City(name="Oslo", days=3)
+    with served.client.chat.completions.stream(model="scripted", messages=USER, response_format=City) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == City(name="Oslo", days=3)
+    served.engine.script = '{"name": "City", "arguments": {"name": "Oslo", "days": 3}}'
+    tool = openai.pydantic_function_tool(City)
+    parsed = served.client.chat.completions.parse(model="scripted", messages=USER, tools=[tool])
+    assert parsed.choices[0].message.tool_calls[0].function.parsed_arguments == City(name="Oslo", days=3)
+    with served.client.chat.completions.stream(model="scripted", messages=USER, tools=[tool]) as stream:
+        call = stream.get_final_completion().choices[0].message.tool_calls[0]
+    assert call.function.parsed_arguments == City(name="Oslo", days=3)
 
 
 def test_structured_outputs_of_completions(served: Any) -> None:
