@@ -9,7 +9,9 @@ import msgspec
 from splash.core.errors import RequestError
 
 MAX_LOGPROBS = 20
-MAX_LOGIT_BIASES = 1024
+MAX_LISTED = 1024  # tokens that a request may name: each is looked at every step
+MAX_STOPS = 64  # stop strings, each of which is compared with every character of the output
+MAX_STOP_CHARS = 1024
 MAX_INT = 2**31 - 1  # what no count comes near, and what a message to the ranks can carry
 
 
@@ -61,8 +63,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
         ):
             if not ok:
                 raise RequestError(field, f"must be {accepted}, not {getattr(self, field)!r}")
-        if len(self.logit_bias) > MAX_LOGIT_BIASES:
-            raise RequestError("logit_bias", f"has {len(self.logit_bias)} tokens, and may have {MAX_LOGIT_BIASES}")
+        for field, most in (("logit_bias", MAX_LISTED), ("stop_token_ids", MAX_LISTED), ("stop", MAX_STOPS)):
+            if len(getattr(self, field)) > most:
+                raise RequestError(field, f"may have at most {most} entries, not {len(getattr(self, field))}")
+        if any(len(text) > MAX_STOP_CHARS for text in self.stop):
+            raise RequestError("stop", f"may have at most {MAX_STOP_CHARS} characters each")
         if self.grammar is not None:
             for field in ("min_tokens", "ignore_eos"):
                 if getattr(self, field):
