@@ -65,6 +65,7 @@ class _Live:
         logprobs: tuple[TokenLogprob, ...] = (),
         finish_reason: str | None = None,
         stop_reason: str | int | None = None,
+        prompt_logprobs: tuple[TokenLogprob, ...] = (),
     ) -> RequestOutput:
         """An output of this request."""
         return RequestOutput(
@@ -77,6 +78,7 @@ class _Live:
             num_prompt_tokens=len(self.request.prompt),
             num_output_tokens=self.num_output,
             num_cached_tokens=self.num_cached,
+            prompt_logprobs=prompt_logprobs,
         )
 
 
@@ -284,7 +286,7 @@ class Engine:
         if reason is not None:
             self._forget(live)
         logprobs = () if item.logprob is None else (item.logprob,)
-        return live.output((item.token,), text, logprobs, reason, stop_reason)
+        return live.output((item.token,), text, logprobs, reason, stop_reason, item.prompt_logprobs)
 
     def _forget(self, live: _Live) -> None:
         del self._live[live.number]

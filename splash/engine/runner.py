@@ -11,6 +11,7 @@ import torch
 from splash.core.errors import SwitchError
 from splash.core.layout import check_layout, parse_layout
 from splash.core.memory import ArenaGeometry
+from splash.core.request import TokenLogprob
 from splash.core.step import StepOutput, StepPlan
 from splash.engine.grammar import Grammars
 from splash.engine.sampler import Sampler
@@ -129,6 +130,9 @@ class ModelRunner:
         for new in plan.new:
             self._sampler.add(new)
         sampling = [(query.request, query.start + len(query.tokens)) for query in plan.queries if query.sample]
+        scores: list[tuple[int, int, tuple[TokenLogprob, ...]]] = []
+        if logits is not None and any(query.score for query in plan.queries):
+            logits, scores = self._score(plan, logits)
         tokens, logprobs = self._sampler.sample(logits, sampling) if logits is not None else ([], [])
         failures = self._sampler.failures if logits is not None else ()
         return StepOutput(
@@ -138,7 +142,26 @@ class ModelRunner:
             tokens=tuple(tokens),
             logprobs=tuple(logprobs),
             failures=tuple(failures),
+            scores=tuple(scores),
         )
+
+    def _score(
+        self, plan: StepPlan, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, list[tuple[int, int, tuple[TokenLogprob, ...]]]]:
+        """Score what is to be scored; the logits of the rows to sample after, and the scores."""
+        assert self._sampler is not None
+        scores = []
+        last_rows = []
+        row = 0
+        for query in plan.queries:
+            count = len(query.tokens) if query.score else int(query.sample)
+            if query.score:
+                found = self._sampler.score(logits[row : row + count], query.request, query.start + 1)
+                scores.append((query.request, query.start + 1, found))
+            row += count
+            if query.sample:
+                last_rows.append(row - 1)
+        return logits[torch.tensor(last_rows, dtype=torch.int64, device=logits.device)], scores
 
     def prepare(self) -> None:
         """What can be done for the next step before it is known."""

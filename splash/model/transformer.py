@@ -40,7 +40,7 @@ class Transformer:
             arrive: called with each layer before it is computed; returns once the layer's state is in the arena.
 
         Returns:
-            Logits after each sampling query, in plan order: float32 [samples, vocabulary] on rank 0, None elsewhere.
+            Logits after each row of `rows.sampled`: float32 [samples, vocabulary] on rank 0, None elsewhere.
         """
         group, layout = self._group, rows.layout
         positions = torch.from_numpy(rows.positions_N).to(group.device)

@@ -38,6 +38,7 @@ from splash.scheduler.request import Progress, Rebase, Request
 
 LOOK_AHEAD = 16  # requests behind the first in the queue that may be short enough to begin before it
 
+MAX_SCORED_ROWS = 256  # of a prompt in a step: each has logits of the whole vocabulary
 _by_order = attrgetter("order")
 
 
@@ -204,6 +205,9 @@ class Scheduler:
         self._aborted_in_flight = []
         eos_token_ids = self.config.eos_token_ids
         requests, tokens, failures = self._requests, self._tokens, dict(output.failures)
+        for id, position, scores in output.scores:
+            if id in requests:
+                requests[id].take_scores(position, scores)
         for id, token, logprob in zip(output.requests, output.tokens, output.logprobs, strict=True):
             request = requests.get(id)
             if request is None:
@@ -216,7 +220,8 @@ class Scheduler:
                 del requests[id]
                 request.live = False
                 retired.append(request)
-            progress.append(Progress(id, token, logprob, finish_reason, stop_reason, request.num_cached))
+            scores = tuple(request.scores) if len(request.tokens) == request.num_prompt + 1 else ()
+            progress.append(Progress(id, token, logprob, finish_reason, stop_reason, request.num_cached, scores))
         if retired:
             for request in retired:
                 self._retire(request)
@@ -425,11 +430,13 @@ class Scheduler:
             held, start = request.held, request.num_computed
             assert held is not None
             if count:
-                end = start + count
+                score = request.is_unscored
+                end = start + (min(count, MAX_SCORED_ROWS) if score else count)
                 # The ranks have not heard of the pages before its first chunk.
                 pages = held.table.rows(0 if request in batch.new else -(-start // page_size), -(-end // page_size))
                 tokens = tuple(request.tokens[start:end])
-                queries[held.owner].append(Query(request.id, start, tokens, held.owner, count == left, pages))
+                sample = end - start == left
+                queries[held.owner].append(Query(request.id, start, tokens, held.owner, sample, pages, score))
                 request.num_computed = end
                 filling.append((request, start // page_size, end // page_size))
         return queries
