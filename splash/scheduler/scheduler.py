@@ -38,7 +38,7 @@ from splash.scheduler.request import Progress, Rebase, Request
 
 LOOK_AHEAD = 16  # requests behind the first in the queue that may be short enough to begin before it
 
-MAX_SCORED_ROWS = 256  # of a prompt in a step: each has logits of the whole vocabulary
+MAX_SCORED_ROWS = 256  # of prompts in a step, but one each: every one has logits of the whole vocabulary
 _by_order = attrgetter("order")
 
 
@@ -412,6 +412,7 @@ class Scheduler:
         self._filling = filling = []
         page_size = self.config.page_size
         chunks = {request for _, _, request in batch.chunks}
+        scorable = MAX_SCORED_ROWS
         for request in self._running:
             if request in chunks:
                 continue
@@ -431,7 +432,8 @@ class Scheduler:
             assert held is not None
             if count:
                 score = request.is_unscored
-                end = start + (min(count, MAX_SCORED_ROWS) if score else count)
+                end = start + (min(count, max(1, scorable)) if score else count)
+                scorable -= end - start if score else 0
                 # The ranks have not heard of the pages before its first chunk.
                 pages = held.table.rows(0 if request in batch.new else -(-start // page_size), -(-end // page_size))
                 tokens = tuple(request.tokens[start:end])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -163,6 +164,7 @@ def greedy(**fields: object) -> SamplingParams:
     return SamplingParams(temperature=0.0, **{"ignore_eos": True, **fields})
 
 
+@mock.patch("splash.scheduler.scheduler.MAX_SCORED_ROWS", 3)
 @settings(max_examples=150)
 @given(
     layout=st.sampled_from(sorted(LAYOUTS)).map(LAYOUTS.__getitem__),
@@ -240,6 +242,8 @@ def test_every_request_gets_what_it_asked_for(
         for request in running:
             load[request.held.owner] += len(request.tokens)
         assert scheduler.tokens_per_rank == [load[rank] for rank in range(len(slots))]
+        scored = [len(query.tokens) for query in plan.queries if query.score]
+        assert sum(scored) <= 3 or max(scored) <= 3
         maybe_abort()
         for progress in scheduler.apply(group.run(plan)):
             assert progress.id not in aborted
