@@ -243,7 +243,7 @@ def test_every_request_gets_what_it_asked_for(
             load[request.held.owner] += len(request.tokens)
         assert scheduler.tokens_per_rank == [load[rank] for rank in range(len(slots))]
         scored = [len(query.tokens) for query in plan.queries if query.score]
-        assert sum(scored) <= 3 or max(scored) <= 3
+        assert not scored or sum(scored) < 3 + len(scored)
         maybe_abort()
         for progress in scheduler.apply(group.run(plan)):
             assert progress.id not in aborted
