@@ -9,13 +9,17 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import ipaddress
 import json
+import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import uvicorn
 import uvloop
@@ -29,6 +33,7 @@ from splash.engine.config import EngineConfig
 from splash.machine import with_description
 from splash.model.choice import ModelChoice
 from splash.server.app import create_app
+from splash.server.auth import read_keys
 from splash.server.settings import ServerSettings
 from splash.settings import build, compose, pick, usage
 
@@ -47,6 +52,12 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
+    api_key_file: str | None = None
+    cors_origins: tuple[str, ...] = ()
+    max_body_mib: float = 16.0
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    tool_format: Literal["auto", "deepseek", "glm", "tagged_json", "json"] = "auto"
     shutdown_grace_s: int = 5
 
     def __post_init__(self) -> None:
@@ -54,8 +65,10 @@ class ServeOptions:
             raise ConfigError("port", f"must be between 0 and 65535, not {self.port}")
         if self.shutdown_grace_s < 0:
             raise ConfigError("shutdown_grace_s", f"must be at least 0, not {self.shutdown_grace_s}")
-        if self.api_key == "":
-            raise ConfigError("api_key", "must not be empty; null asks for none")
+        if self.max_body_mib <= 0:
+            raise ConfigError("max_body_mib", f"must be above 0, not {self.max_body_mib}")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("ssl_certfile", "and ssl_keyfile must be given together")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -146,9 +159,21 @@ class _Server(uvicorn.Server):
 
 async def _serve(options: ServeOptions, config: EngineConfig, listener: socket.socket) -> int:
     """Load the model while the server already answers probes; stop on a signal or when the engine dies."""
+    keys = read_keys(options.api_key, options.api_key_file, os.environ)
+    _check_certificate(options)
+    if not keys and not _is_loopback(listener):
+        _say(f"warning: anybody who reaches {options.host} may use the model and change the layout; see api_key_file")
     engine = AsyncEngine(config, _say)
     ready = asyncio.Event()
-    app = create_app(engine, ServerSettings(options.model.name, splash.__version__, options.api_key), ready.is_set)
+    settings = ServerSettings(
+        model=options.model.name,
+        version=splash.__version__,
+        api_keys=keys,
+        tool_format=options.tool_format,
+        max_body_bytes=int(options.max_body_mib * (1 << 20)),
+        cors_origins=options.cors_origins,
+    )
+    app = create_app(engine, settings, ready.is_set)
     server = _Server(
         uvicorn.Config(
             app,
@@ -156,6 +181,8 @@ async def _serve(options: ServeOptions, config: EngineConfig, listener: socket.s
             lifespan="off",
             log_config=None,
             access_log=False,
+            ssl_certfile=options.ssl_certfile,
+            ssl_keyfile=options.ssl_keyfile,
             timeout_graceful_shutdown=options.shutdown_grace_s,
         )
     )
@@ -172,7 +199,7 @@ async def _serve(options: ServeOptions, config: EngineConfig, listener: socket.s
             return 0
         await loading
         ready.set()
-        _announce(options, engine, listener)
+        _announce(options, bool(keys), engine, listener)
         await asyncio.wait((serving, dying), return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
             raise await dying
@@ -193,13 +220,27 @@ async def _engine_error(engine: AsyncEngine) -> WorkerError:
     return WorkerError(f"the engine died, so the server stops: {engine.error}")
 
 
-def _announce(options: ServeOptions, engine: AsyncEngine, listener: socket.socket) -> None:
+def _check_certificate(options: ServeOptions) -> None:
+    if options.ssl_certfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+    except OSError as error:
+        files = f"{options.ssl_certfile} and {options.ssl_keyfile}"
+        raise ConfigError("ssl_certfile", f"{files} are not a certificate and its key: {error}") from None
+
+
+def _is_loopback(listener: socket.socket) -> bool:
+    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
+
+
+def _announce(options: ServeOptions, has_keys: bool, engine: AsyncEngine, listener: socket.socket) -> None:
     host = f"[{options.host}]" if ":" in options.host else options.host
-    url = f"http://{host}:{listener.getsockname()[1]}"
+    url = f"http{'s' if options.ssl_certfile else ''}://{host}:{listener.getsockname()[1]}"
     name = options.model.name
     ready = f"SPLASH is ready: {url} (model {name}, layout {engine.layout}, {engine.ranks} ranks, {engine.hardware})"
     body = json.dumps({"model": name, "prompt": "In the beginning", "max_tokens": 32})
-    key = " -H 'Authorization: Bearer ...'" if options.api_key else ""
+    key = " -H 'Authorization: Bearer ...'" if has_keys else ""
     _say(f"{ready}\nTry:  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'")
 
 

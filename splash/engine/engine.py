@@ -78,6 +78,7 @@ class _Live:
         logprobs: tuple[TokenLogprob, ...] = (),
         finish_reason: str | None = None,
         stop_reason: str | int | None = None,
+        prompt_logprobs: tuple[TokenLogprob, ...] = (),
     ) -> RequestOutput:
         """An output of this request."""
         return RequestOutput(
@@ -90,6 +91,7 @@ class _Live:
             num_prompt_tokens=len(self.request.prompt),
             num_output_tokens=self.num_output,
             num_cached_tokens=self.num_cached,
+            prompt_logprobs=prompt_logprobs,
         )
 
 
@@ -283,15 +285,21 @@ class Engine:
         for token in request.prompt:
             if not 0 <= token < vocab:
                 raise RequestError("prompt", f"token id {token} is outside the vocabulary of {vocab}")
-        for token in request.params.stop_token_ids:
-            if not 0 <= token < vocab:
-                raise RequestError("stop_token_ids", f"token id {token} is outside the vocabulary of {vocab}")
+        for field, tokens in (
+            ("stop_token_ids", request.params.stop_token_ids),
+            ("logit_bias", [token for token, _ in request.params.logit_bias]),
+        ):
+            for token in tokens:
+                if not 0 <= token < vocab:
+                    raise RequestError(field, f"token id {token} is outside the vocabulary of {vocab}")
         number = self._next_number
         seed = request.params.seed if request.params.seed is not None else self._seed + number
         self.loop.add(number, request.prompt, request.params, seed, request.priority)
         self._next_number += 1
         self._numbers[request.id] = number
-        text = OutputText(self.tokenizer, request.prompt, request.params.stop, request.params.min_tokens)
+        text = OutputText(
+            self.tokenizer, request.prompt, request.params.stop, request.params.min_tokens, request.visible
+        )
         self._live[number] = _Live(request, number, text)
 
     def abort(self, request_id: str) -> None:
@@ -324,9 +332,12 @@ class Engine:
 
     def _advance(self, live: _Live, item: Progress) -> RequestOutput:
         """Turn one new token into an output, ending the request where a stop string says so."""
-        live.num_output += 1
         live.num_cached = item.num_cached
         reason = item.finish_reason
+        if reason == "error":
+            self._forget(live)
+            return live.output(text=live.text.finish(), finish_reason=reason, stop_reason=item.stop_reason)
+        live.num_output += 1
         stop_reason: str | int | None = item.stop_reason
         # The token that ended the request is not part of its text.
         text, stop_string = ("", None) if reason == "stop" else live.text.push((item.token,))
@@ -340,7 +351,7 @@ class Engine:
         if reason is not None:
             self._forget(live)
         logprobs = () if item.logprob is None else (item.logprob,)
-        return live.output((item.token,), text, logprobs, reason, stop_reason)
+        return live.output((item.token,), text, logprobs, reason, stop_reason, item.prompt_logprobs)
 
     def _forget(self, live: _Live) -> None:
         del self._live[live.number]

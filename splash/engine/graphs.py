@@ -152,7 +152,7 @@ class DecodeGraphs:
         Returns:
             whether it ran, and what `Transformer.forward` returns, valid until the next step.
         """
-        if len(rows.sampled) != len(rows.tokens_N):  # a row that is not sampled is part of a prompt
+        if rows.is_chunk_N.any() or len(rows.sampled) != len(rows.tokens_N):  # only decode steps are recorded
             return False, None
         counts = padded_counts(rows.counts_T, rows.layout, self._buckets)
         recorded = None if counts is None else self._recorded.get((rows.layout.name, counts))

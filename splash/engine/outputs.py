@@ -14,14 +14,16 @@ class GenerationRequest:
     Attributes:
         id: the caller's, unique among live requests.
         prompt: token ids.
-        params: how to sample.
+        params: how tokens are chosen.
         priority: requests of a lower number are served earlier, equal ones in order of arrival.
+        visible: special tokens that the output's text shows all the same.
     """
 
     id: str
     prompt: tuple[int, ...]
     params: SamplingParams
     priority: int = 0
+    visible: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,14 @@ class RequestOutput:
         tokens: new token ids, the end-of-sequence or stop token included.
         text: new text, without stop strings and special tokens.
         logprobs: one for each new token where the request asked for them, else empty.
-        finish_reason: None while running; "stop" (end of sequence, stop token or stop string), "length", or "abort".
-        stop_reason: the stop string or stop token id that ended the request, None otherwise.
+        finish_reason: None while running; "stop" (end of sequence, stop token or stop string), "length", "abort", or
+            "error" where the request's grammar could not be followed.
+        stop_reason: the stop string or stop token id that ended the request, what went wrong where it ended in an
+            error, None otherwise.
         num_prompt_tokens: tokens in the prompt.
         num_output_tokens: tokens generated so far.
         num_cached_tokens: tokens of the prompt that were not computed but found in the prefix cache.
+        prompt_logprobs: in the first output, one for each token of the prompt after the first, where asked for.
     """
 
     id: str
@@ -52,3 +57,4 @@ class RequestOutput:
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()

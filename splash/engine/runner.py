@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,7 +13,9 @@ from splash.core.errors import SwitchError
 from splash.core.layout import Layout, check_layout, parse_layout
 from splash.core.memory import ArenaGeometry
 from splash.core.ownership import page_holders
+from splash.core.request import TokenLogprob
 from splash.core.step import NO_SLOT, Query, StepOutput, StepPlan
+from splash.engine.grammar import Grammars
 from splash.engine.graphs import DecodeGraphs
 from splash.engine.sampler import Sampler
 from splash.layouts.inputs import EagerInputs
@@ -26,6 +29,9 @@ from splash.model.transformer import Transformer
 from splash.platform.base import Completion, Rank
 from splash.switch.orders import CopyAhead, SwitchOrder, SwitchOutcome
 from splash.switch.transfer import Handoff, LayerCopies, copy_head_group
+
+if TYPE_CHECKING:
+    from splash.engine.tokenizer import Tokenizer
 
 WARM_UP_ROWS = 1024  # most rows of a step before the first
 
@@ -82,7 +88,8 @@ class ModelRunner:
         self._failed_ahead: int | None = None  # the last switch that this rank failed to copy ahead of
         self._copying: tuple[int, Completion] | None = None  # the switch copied ahead of, and the copies begun last
         self._tables = PageTables(group.size)
-        self._sampler = Sampler(eos_token_ids) if group.rank == 0 else None
+        grammars = Grammars(lambda: _tokenizer(model), spec.vocab_size, eos_token_ids)
+        self._sampler = Sampler(eos_token_ids, grammars) if group.rank == 0 else None
         self._graphs: DecodeGraphs | None = None
         self._warm_up(chosen, max_model_len)
         before = self._held_bytes()
@@ -211,11 +218,46 @@ class ModelRunner:
         for new in plan.new:
             self._sampler.add(new)
         sampling = [(query.request, query.start + len(query.tokens)) for query in plan.queries if query.sample]
+        scores: list[tuple[int, int, tuple[TokenLogprob, ...]]] = []
+        if logits is not None and any(query.score for query in plan.queries):
+            logits, scores = self._score(plan, logits)
         tokens, logprobs = self._sampler.sample(logits, sampling) if logits is not None else ([], [])
+        failures = self._sampler.failures if logits is not None else ()
         return StepOutput(
             step=plan.step,
             epoch=plan.epoch,
             requests=tuple(request for request, _ in sampling),
             tokens=tuple(tokens),
             logprobs=tuple(logprobs),
+            failures=tuple(failures),
+            scores=tuple(scores),
         )
+
+    def _score(
+        self, plan: StepPlan, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, list[tuple[int, int, tuple[TokenLogprob, ...]]]]:
+        """Score what is to be scored; the logits of the rows to sample after, and the scores."""
+        assert self._sampler is not None
+        scores = []
+        last_rows = []
+        row = 0
+        for query in plan.queries:
+            count = len(query.tokens) if query.score else int(query.sample)
+            if query.score:
+                found = self._sampler.score(logits[row : row + count], query.request, query.start + 1)
+                scores.append((query.request, query.start + 1, found))
+            row += count
+            if query.sample:
+                last_rows.append(row - 1)
+        return logits[torch.tensor(last_rows, dtype=torch.int64, device=logits.device)], scores
+
+    def prepare(self) -> None:
+        """What can be done for the next step before it is known."""
+        if self._sampler is not None:
+            self._sampler.prepare()
+
+
+def _tokenizer(model: str | Path) -> Tokenizer:
+    from splash.engine.tokenizer import Tokenizer  # few ranks ever need one
+
+    return Tokenizer.load(model)

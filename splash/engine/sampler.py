@@ -16,6 +16,7 @@ import torch
 
 from splash.core.request import SamplingParams, TokenLogprob
 from splash.core.step import NewRequest
+from splash.engine.grammar import Constraint, GrammarFailed, Grammars, allowed_tokens
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
@@ -50,24 +51,34 @@ class _State:
 class Sampler:
     """Samples for the live requests and remembers what each has generated.
 
-    Filters are applied in vLLM's order: penalties, temperature, min_p, top_k, top_p. Tokens as likely as the last one
-    that top_k or top_p keeps are kept too. A request that is computed again after preemption is not added again: what
-    it has generated stays.
+    Filters are applied in this order: penalties, logit_bias, the grammar, temperature, min_p, top_k, top_p. Tokens as
+    likely as the last one that top_k or top_p keeps are kept too. A request that is computed again after preemption is
+    not added again: what it has generated stays.
 
     Args:
         eos_token_ids: tokens that may not come before `min_tokens`, except where a request ignores them.
+        grammars: compiles the grammars of requests that have one.
+
+    Attributes:
+        failures: of the last call of `sample`, the requests whose grammar could not be followed, with the reason.
     """
 
-    def __init__(self, eos_token_ids: Collection[int]) -> None:
+    def __init__(self, eos_token_ids: Collection[int], grammars: Grammars | None = None) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
+        self._grammars = grammars
+        self.failures: list[tuple[int, str]] = []
         self._states: dict[int, _State] = {}
+        self._constraints: dict[int, Constraint] = {}
         self._penalties = _PenaltyTables()
 
     def add(self, new: NewRequest) -> None:
         """Begin a request."""
         assert new.id not in self._states, f"request {new.id} was added before"
         params = new.params
-        is_plain = params.temperature == 0 and params.logprobs is None and not _has_penalties(params)
+        if params.grammar is not None:
+            assert self._grammars is not None, "a grammar needs a vocabulary"
+            self._constraints[new.id] = self._grammars.begin(params.grammar)
+        is_plain = params.temperature == 0 and params.logprobs is None and not _changes_logits(params)
         eos = () if params.ignore_eos else self._eos_token_ids
         banned = (*eos, *params.stop_token_ids) if params.min_tokens else ()
         self._states[new.id] = _State(new.prompt, params, new.seed, is_plain, banned)
@@ -75,6 +86,7 @@ class Sampler:
     def remove(self, id: int) -> None:
         """Forget a request."""
         state = self._states.pop(id)
+        self._constraints.pop(id, None)
         if state.row is not None:
             self._penalties.remove(state.row)
 
@@ -92,6 +104,7 @@ class Sampler:
         """
         assert logits_nV.shape[0] == len(queries)
         states = [self._states[id] for id, _ in queries]
+        self.failures = []
         logprobs: list[TokenLogprob | None] = [None] * len(queries)
         if not states:
             return [], logprobs
@@ -99,16 +112,43 @@ class Sampler:
             tokens = logits_nV.argmax(dim=-1).tolist()
         else:
             positions = [position for _, position in queries]
-            tokens = self._choose(self._adjust(logits_nV, states), states, positions)
+            tokens = self._choose(self._adjust(logits_nV, queries), states, positions)
             _fill_logprobs(logprobs, logits_nV, states, tokens)
             self._penalties.record([(s.row, t) for s, t in zip(states, tokens, strict=True) if s.row is not None])
+            for (id, _), token in zip(queries, tokens, strict=True):
+                if id in self._constraints:
+                    self._constraints[id].accept(token)
         for state in states:
             state.num_outputs += 1
         return tokens, logprobs
 
-    def _adjust(self, logits_nV: torch.Tensor, states: Sequence[_State]) -> torch.Tensor:
-        """Penalties, and -inf for what min_tokens forbids. Returns `logits_nV` itself where there is neither."""
+    def score(self, logits_nV: torch.Tensor, id: int, position: int) -> tuple[TokenLogprob, ...]:
+        """Log-probabilities of a request's prompt from `position` on, whose logits are the first row.
+
+        Rows beyond the prompt's end have none.
+        """
+        state = self._states[id]
+        tokens = state.prompt[position : position + len(logits_nV)]
+        if not tokens:
+            return ()
+        assert state.params.prompt_logprobs is not None
+        return tuple(_token_logprobs(logits_nV[: len(tokens)], tokens, [state.params.prompt_logprobs] * len(tokens)))
+
+    def prepare(self) -> None:
+        """Work out, in the time until the next step, which tokens grammars allow then. Need not be called."""
+        for constraint in self._constraints.values():
+            constraint.prepare()
+
+    def _adjust(self, logits_nV: torch.Tensor, queries: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Penalties, biases, and -inf for what is forbidden. Returns `logits_nV` itself where there is none of them."""
+        states = [self._states[id] for id, _ in queries]
         penalised = [row for row, state in enumerate(states) if _has_penalties(state.params)]
+        biased = [
+            (row, token, bias)
+            for row, state in enumerate(states)
+            for token, bias in state.params.logit_bias
+            if 0 <= token < logits_nV.shape[1]
+        ]
         banned = [
             (row, token)
             for row, state in enumerate(states)
@@ -116,7 +156,8 @@ class Sampler:
             for token in state.banned
             if 0 <= token < logits_nV.shape[1]
         ]
-        if not penalised and not banned:
+        masks = self._masks([id for id, _ in queries]) if self._constraints else {}
+        if not (penalised or biased or banned or masks):
             return logits_nV
         device = logits_nV.device
         logits_nV = logits_nV.clone()
@@ -127,10 +168,33 @@ class Sampler:
                     state.row = self._penalties.add(state.prompt, logits_nV.shape[1], device)
             rows_m = torch.tensor(penalised, device=device)
             logits_nV[rows_m] = self._penalties.apply(logits_nV[rows_m], users)
+        if biased:
+            rows, tokens, biases = zip(*biased, strict=True)
+            logits_nV[torch.tensor(rows, device=device), torch.tensor(tokens, device=device)] += torch.tensor(
+                biases, dtype=logits_nV.dtype, device=device
+            )
         if banned:
-            rows, tokens = torch.tensor(banned, device=device).unbind(1)
-            logits_nV[rows, tokens] = -torch.inf
+            rows_b, tokens_b = torch.tensor(banned, device=device).unbind(1)
+            logits_nV[rows_b, tokens_b] = -torch.inf
+        if masks:
+            rows_m = torch.tensor(list(masks), device=device)
+            allowed_mV = allowed_tokens(torch.stack(list(masks.values())).to(device), logits_nV.shape[1])
+            logits_nV[rows_m] = logits_nV[rows_m].masked_fill(~allowed_mV, -torch.inf)
         return logits_nV
+
+    def _masks(self, ids: Sequence[int]) -> dict[int, torch.Tensor]:
+        """The packed masks of those rows whose request has a grammar; failures are set down and have none."""
+        masks = {}
+        for row, id in enumerate(ids):
+            if id in self._constraints:
+                try:
+                    masks[row] = self._constraints[id].mask()
+                except GrammarFailed as error:
+                    self.failures.append((id, str(error)))
+                    del self._constraints[id]
+                    if self._grammars is not None and (grammar := self._states[id].params.grammar) is not None:
+                        self._grammars.forget(grammar)
+        return masks
 
     def _choose(self, logits_nV: torch.Tensor, states: Sequence[_State], positions: Sequence[int]) -> list[int]:
         tokens_n = logits_nV.argmax(dim=-1)
@@ -196,6 +260,10 @@ def _has_penalties(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
 
 
+def _changes_logits(params: SamplingParams) -> bool:
+    return _has_penalties(params) or bool(params.logit_bias) or params.grammar is not None
+
+
 def _filter(logits_mV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """(logits - maximum) / temperature, and -inf for what min_p, top_k and top_p drop, which is never the maximum."""
     device = logits_mV.device
@@ -259,14 +327,19 @@ def _fill_logprobs(
     wanted = [(row, state.params.logprobs) for row, state in enumerate(states) if state.params.logprobs is not None]
     if not wanted:
         return
-    device = logits_nV.device
-    rows = [row for row, _ in wanted]
-    logprobs_mV = logits_nV[torch.tensor(rows, device=device)].log_softmax(dim=-1)
-    chosen_m1 = torch.tensor([[tokens[row]] for row in rows], device=device)
-    chosen = logprobs_mV.gather(1, chosen_m1).squeeze(1).tolist()
-    num_top = min(max(num for _, num in wanted), logits_nV.shape[1])
-    top = logprobs_mV.topk(num_top, dim=-1)
+    rows = torch.tensor([row for row, _ in wanted], device=logits_nV.device)
+    found = _token_logprobs(logits_nV[rows], [tokens[row] for row, _ in wanted], [num for _, num in wanted])
+    for (row, _), entry in zip(wanted, found, strict=True):
+        logprobs[row] = entry
+
+
+def _token_logprobs(logits_mV: torch.Tensor, tokens: Sequence[int], nums: Sequence[int]) -> list[TokenLogprob]:
+    """Of each row the log-probability of a token, and of so many of the likeliest ones."""
+    logprobs_mV = logits_mV.log_softmax(dim=-1)
+    chosen = logprobs_mV.gather(1, torch.tensor(tokens, device=logits_mV.device).unsqueeze(1)).squeeze(1).tolist()
+    top = logprobs_mV.topk(min(max(nums), logits_mV.shape[1]), dim=-1)
     values, indices = top.values.tolist(), top.indices.tolist()
-    for place, (row, num) in enumerate(wanted):
-        alternatives = tuple(zip(indices[place][:num], values[place][:num], strict=True))
-        logprobs[row] = TokenLogprob(tokens[row], chosen[place], alternatives)
+    return [
+        TokenLogprob(token, chosen[row], tuple(zip(indices[row][:num], values[row][:num], strict=True)))
+        for row, (token, num) in enumerate(zip(tokens, nums, strict=True))
+    ]

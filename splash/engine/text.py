@@ -18,13 +18,13 @@ class IncrementalDetokenizer:
     """Decodes a growing sequence of tokens in constant amortised time a token.
 
     The pieces returned add up to what decoding prompt and output together says beyond the prompt's own text, special
-    tokens left out. The prompt is context only: it decides whether a word piece at the start gets its space, and
-    an incomplete character at its end may be completed by the output.
+    tokens left out unless they are among the visible ones. The prompt is context only: it decides whether a word piece
+    at the start gets its space, and an incomplete character at its end may be completed by the output.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), visible: frozenset[int] = frozenset()) -> None:
         exact = tokenizer.decoder_steps == ("ByteLevel",)
-        self._decoder = _ByteDecoder(tokenizer, prompt) if exact else _WindowDecoder(tokenizer, prompt)
+        self._decoder = (_ByteDecoder if exact else _WindowDecoder)(tokenizer, prompt, visible)
 
     def push(self, tokens: Iterable[int]) -> str:
         """Take new tokens; return the text that no later token can change and that was not returned yet."""
@@ -38,8 +38,9 @@ class IncrementalDetokenizer:
 class _ByteDecoder:
     """Byte-level BPE: tokens are bytes, and the text is their UTF-8 decoding with U+FFFD for what is malformed."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], visible: frozenset[int]) -> None:
         self._tokenizer = tokenizer
+        self._visible = visible
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         # A lead byte always begins a character, so the last bytes of the prompt determine the decoder's state.
         tail = b""
@@ -49,7 +50,8 @@ class _ByteDecoder:
             tail = self._bytes(token) + tail
         self._utf8.decode(tail)
         # An incomplete character of the prompt already counts as U+FFFD there; it is new text only when completed.
-        self._drop_replacement = bool(self._utf8.getstate()[0])
+        # What begins like a surrogate, which UTF-8 forbids, waits as well and makes two.
+        self._known = self._utf8.getstate()[0].decode(errors="replace")
 
     def step(self, token: int) -> str:
         return self._emit(self._utf8.decode(self._bytes(token)))
@@ -58,12 +60,13 @@ class _ByteDecoder:
         return self._emit(self._utf8.decode(b"", final=True))
 
     def _bytes(self, token: int) -> bytes:
-        return b"" if self._tokenizer.is_special(token) else self._tokenizer.token_bytes(token)
+        hidden = self._tokenizer.is_special(token) and token not in self._visible
+        return b"" if hidden else self._tokenizer.token_bytes(token)
 
     def _emit(self, text: str) -> str:
-        if text and self._drop_replacement:
-            self._drop_replacement = False
-            return text.removeprefix(_REPLACEMENT)
+        if text and self._known:
+            known, self._known = self._known, ""
+            return text.removeprefix(known)
         return text
 
 
@@ -74,41 +77,49 @@ class _WindowDecoder:
     specially. A run of byte tokens is decoded as a whole, valid or not, so it is held until it ends.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], visible: frozenset[int]) -> None:
         self._tokenizer = tokenizer
+        self._visible = visible
         self._waits_for_characters = "ByteLevel" in tokenizer.decoder_steps
         self._window = self._prompt_tail(prompt)
-        self._seen = tokenizer.decode(self._window)  # text of the window that is prompt or was returned
+        self._seen = self._decode()  # text of the window that is prompt or was returned
         self._returned = len(self._window)  # tokens of the window that `_seen` covers
 
     def step(self, token: int) -> str:
         tokenizer = self._tokenizer
-        if tokenizer.is_special(token) or tokenizer.backend.id_to_token(token) is None:
+        if self._is_hidden(token):
             return ""
         self._window.append(token)
         if tokenizer.is_byte(token):
             return ""
-        text = tokenizer.decode(self._window)
+        text = self._decode()
         if self._waits_for_characters and text.endswith(_REPLACEMENT):
             return ""
         piece = _beyond(self._seen, text)
         if piece:
             del self._window[: self._returned]
-            self._seen = tokenizer.decode(self._window)
+            self._seen = self._decode()
         self._returned = len(self._window)
         return piece
 
     def finish(self) -> str:
-        text = self._tokenizer.decode(self._window)
+        text = self._decode()
         piece = _beyond(self._seen, text)
         self._seen, self._returned = text, len(self._window)
         return piece
+
+    def _is_hidden(self, token: int) -> bool:
+        special = self._tokenizer.is_special(token) and token not in self._visible
+        return special or self._tokenizer.backend.id_to_token(token) is None
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._window, skip_special_tokens=False)  # hidden ones are not in it
 
     def _prompt_tail(self, prompt: Sequence[int]) -> list[int]:
         """The last tokens of the prompt, from a token that is not a byte and so begins nothing unfinished."""
         tail: list[int] = []
         for token in reversed(prompt):
-            if self._tokenizer.is_special(token) or self._tokenizer.backend.id_to_token(token) is None:
+            if self._is_hidden(token):
                 continue
             tail.append(token)
             settled = not self._waits_for_characters or len(tail) >= 2 * _MAX_CHARACTER_BYTES
@@ -184,12 +195,18 @@ class OutputText:
         prompt_tokens: the request's prompt, as context.
         stop: stop strings, none of them empty.
         min_tokens: stop strings count only from the output token after this many.
+        visible: special tokens that the text shows all the same.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_tokens: Sequence[int], stop: Sequence[str] = (), min_tokens: int = 0
+        self,
+        tokenizer: Tokenizer,
+        prompt_tokens: Sequence[int],
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        visible: frozenset[int] = frozenset(),
     ) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_tokens)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_tokens, visible)
         self._checker = StopChecker(stop)
         self._unchecked = min_tokens
         self._stopped = False

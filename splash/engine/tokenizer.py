@@ -33,6 +33,7 @@ class Tokenizer:
         backend: the tokenizer of the `tokenizers` library.
         special_tokens: text of each named special token that the checkpoint defines, for example `bos_token`.
         decoder_steps: type names of the decoder's steps, in order.
+        chat_template: Jinja source of the template, None where the model has no chat format.
     """
 
     def __init__(self, backend: Backend, config: Mapping[str, Any], chat_template: str | None = None) -> None:
@@ -53,9 +54,9 @@ class Tokenizer:
         named = [*self.special_tokens.values(), *(text for item in extra if (text := _token_text(item)))]
         backend.add_special_tokens([text for text in named if backend.token_to_id(text) is not None])
         self._special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
-        self._added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
         self.decoder_steps = _decoder_steps(backend)
         self._before, self._after = _added_by_config(self, config)
+        self.chat_template = chat_template
         self._template = _compile(chat_template) if chat_template is not None else None
 
     @classmethod
@@ -93,6 +94,11 @@ class Tokenizer:
         text = self.special_tokens.get(name)
         return None if text is None else self.backend.token_to_id(text)
 
+    def special_token(self, text: str) -> int | None:
+        """Id of the token that is left out of output text and is written so, None where there is none."""
+        token = self.backend.token_to_id(text)
+        return token if token is not None and token in self._special_ids else None
+
     def is_special(self, token: int) -> bool:
         """Whether the token is left out of output text."""
         return token in self._special_ids
@@ -120,8 +126,6 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for, maybe only a part of a character; b"" for an id without a token."""
-        if token in self._added:
-            return self._added[token].encode()
         text = self.backend.id_to_token(token)
         if text is None:
             return b""
@@ -136,7 +140,7 @@ class Tokenizer:
 
     def is_byte(self, token: int) -> bool:
         """Whether the token is a single byte that decoding fuses with neighbouring bytes."""
-        if "ByteFallback" not in self.decoder_steps or token in self._added:
+        if "ByteFallback" not in self.decoder_steps:
             return False
         text = self.backend.id_to_token(token)
         return text is not None and _BYTE_TOKEN.match(text) is not None

@@ -97,6 +97,7 @@ def _run(channel: Channel, launch: Launch) -> None:
             board.finish(launch.rank)
             if launch.rank == 0:
                 channel.send(Result(output, switch))
+                runner.prepare()
             if message.ahead is not None:
                 runner.copy_ahead(message.ahead)
     finally:

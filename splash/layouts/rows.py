@@ -61,7 +61,7 @@ class StepRows:
             graph's, have the index NO_QUERY.
         is_chunk_N: bool, the row belongs to a query of several rows.
         counts_T: rows by home rank.
-        sampled: for each sampling query, in plan order, its last row.
+        sampled: for each query in plan order, all its rows if it scores, its last row if it only samples.
     """
 
     layout: Layout
@@ -169,7 +169,12 @@ def step_rows(plan: StepPlan, layout: Layout, rank: int, ranks: int, page_size: 
         order = np.argsort(home, kind="stable")
     place = np.empty(total, dtype=np.int64)
     place[order] = np.arange(total)
-    sampling = [index for index, query in enumerate(queries) if query.sample]
+    if any(query.score for query in queries):
+        counts = [len(query.tokens) if query.score else query.sample for query in queries]
+        sampled = place[np.concatenate([np.arange(end - n, end) for n, end in zip(counts, ends, strict=True)])]
+    else:
+        sampling = [index for index, query in enumerate(queries) if query.sample]
+        sampled = place[ends[sampling] - 1] if sampling else np.empty(0, dtype=np.int64)
     return StepRows(
         layout=layout,
         rank=rank,
@@ -182,5 +187,5 @@ def step_rows(plan: StepPlan, layout: Layout, rank: int, ranks: int, page_size: 
         query_N=query_N[order],
         is_chunk_N=is_chunk[order],
         counts_T=tuple(int(count) for count in np.bincount(home, minlength=ranks)),
-        sampled=place[ends[sampling] - 1] if sampling else np.empty(0, dtype=np.int64),
+        sampled=sampled,
     )

@@ -94,7 +94,7 @@ class Transformer:
             arrive: called with each layer before it is computed; returns once the layer's state is in the arena.
 
         Returns:
-            Logits after each sampled row, in plan order: float32 [samples, vocabulary] on rank 0, None elsewhere.
+            Logits after each row of `rows.sampled`: float32 [samples, vocabulary] on rank 0, None elsewhere.
         """
         rows, exchange = step.rows, step.exchange
         exchange.start(Rotary(self._rotary.cos[step.positions], self._rotary.sin[step.positions]))

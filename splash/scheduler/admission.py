@@ -52,7 +52,7 @@ class Admission:
         self._needed = min(self.num_pages + 1, self._max_pages)
         self._request = request
         self.found: Sequence[Sequence[CachedPage]] = [()] * pool.ranks
-        if config.prefix_cache:
+        if config.prefix_cache and not request.is_unscored:
             # At least the last token has to be computed on.
             most = (len(request.tokens) - 1) // config.page_size
             extend_keys(request.keys, request.tokens, config.page_size, most)

@@ -81,7 +81,7 @@ class StepLoad:
             [len(query.tokens) for query in queries],
             [query.start for query in queries],
             ranks,
-            sum(query.sample for query in queries),
+            sum(len(query.tokens) if query.score else query.sample for query in queries),
         )
 
     @classmethod

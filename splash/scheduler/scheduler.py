@@ -198,15 +198,17 @@ class Scheduler:
         plan = self._in_flight
         assert plan is not None and (output.step, output.epoch) == (plan.step, plan.epoch), "not the step in flight"
         assert output.requests == tuple([query.request for query in plan.queries if query.sample])
-        self._in_flight = None
-        self._pool_before = None
+        self._in_flight = self._pool_before = None
         if self.config.prefix_cache:
             self._enter_pages()
         progress = []
         retired = self._aborted_in_flight
         self._aborted_in_flight = []
         eos_token_ids = self.config.eos_token_ids
-        requests, tokens = self._requests, self._tokens
+        requests, tokens, failures = self._requests, self._tokens, dict(output.failures)
+        for id, position, scores in output.scores:
+            if id in requests:
+                requests[id].take_scores(position, scores)
         for id, token, logprob in zip(output.requests, output.tokens, output.logprobs, strict=True):
             request = requests.get(id)
             if request is None:
@@ -214,13 +216,12 @@ class Scheduler:
             assert request.held is not None
             request.tokens.append(token)
             tokens[request.held.owner] += 1
-            finish_reason, stop_reason = request.finish(eos_token_ids)
+            finish_reason, stop_reason = ("error", failures[id]) if id in failures else request.finish(eos_token_ids)
             if finish_reason is not None:
                 del requests[id]
                 request.live = False
                 retired.append(request)
-            num_output = len(request.tokens) - request.num_prompt
-            progress.append(Progress(id, token, logprob, finish_reason, stop_reason, request.num_cached, num_output))
+            progress.append(request.progress(logprob, finish_reason, stop_reason))
         if retired:
             for request in retired:
                 self._retire(request)
@@ -446,7 +447,8 @@ class Scheduler:
                 # The ranks have not heard of the pages before its first chunk.
                 pages = held.table.rows(0 if request in batch.new else -(-start // page_size), -(-end // page_size))
                 tokens = tuple(request.tokens[start:end])
-                queries[held.owner].append(Query(request.id, start, tokens, held.owner, count == left, pages))
+                last, score = count == left, request.is_unscored
+                queries[held.owner].append(Query(request.id, start, tokens, held.owner, last, pages, score))
                 request.num_computed = end
                 filling.append((request, start // page_size, end // page_size))
         return queries

@@ -8,16 +8,20 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
+from splash.server.answers import Models, ServedModel, documented
 from splash.server.auth import BearerAuth
 from splash.server.chat import chat_router
 from splash.server.completions import completions_router
-from splash.server.errors import install_handlers, model_not_found
+from splash.server.errors import ERRORS, install_handlers, model_not_found
 from splash.server.layout import layout_router
+from splash.server.middleware import REQUEST_ID, BodyLimit, RequestIds, SameOrigin
 from splash.server.requests import Service, answer
 from splash.server.settings import ServerSettings
 from splash.server.streaming import ClientGone
+from splash.server.tokenize import tokenize_router
 
 if TYPE_CHECKING:
     from splash.engine.async_engine import AsyncEngine
@@ -40,9 +44,22 @@ def create_app(engine: AsyncEngine, settings: ServerSettings, loaded: Callable[[
     app.include_router(chat_router(service))
     app.include_router(_models_router(service))
     app.include_router(_state_router(service))
-    app.include_router(layout_router(service))
-    if settings.api_key is not None:
-        app.add_middleware(BearerAuth, api_key=settings.api_key)
+    app.include_router(layout_router(service), responses=ERRORS)
+    app.include_router(tokenize_router(service))
+    # The last that is added sees a request first.
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    if settings.api_keys:
+        app.add_middleware(BearerAuth, keys=settings.api_keys)
+    app.add_middleware(SameOrigin, origins=settings.cors_origins, trusts_names=bool(settings.api_keys))
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID],
+        )
+    app.add_middleware(RequestIds)
     return app
 
 
@@ -51,7 +68,7 @@ async def _on_client_gone(request: Request, error: Exception) -> Response:
 
 
 def _models_router(service: Service) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(responses=ERRORS)
     created = int(time.time())
 
     def model() -> dict[str, object]:
@@ -64,12 +81,12 @@ def _models_router(service: Service) -> APIRouter:
             "max_model_len": service.engine.max_model_len,
         }
 
-    @router.get("/v1/models")
+    @router.get("/v1/models", responses=documented(Models))
     async def list_models() -> Response:
         """The one model that is served."""
         return answer({"object": "list", "data": [model()]})
 
-    @router.get("/v1/models/{name:path}")
+    @router.get("/v1/models/{name:path}", responses=documented(ServedModel))
     async def get_model(name: str) -> Response:
         """The model of that name."""
         if name != service.settings.model:
@@ -80,7 +97,7 @@ def _models_router(service: Service) -> APIRouter:
 
 
 def _state_router(service: Service) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(responses=ERRORS)
     engine = service.engine
 
     @router.get("/health")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -14,7 +15,11 @@ from starlette.responses import Response
 
 from splash.core.errors import RequestError
 from splash.engine.outputs import GenerationRequest
-from splash.engine.tokenizer import Tokenizer
+from splash.server.answers import ChatCompletion, documented
+from splash.server.chat_format import ChatFormat, Content, Part, Reply, Thought
+from splash.server.chat_schemas import ChatCompletionRequest
+from splash.server.conversation import Conversation, read_conversation
+from splash.server.errors import ERRORS
 from splash.server.logprobs import chat_logprobs
 from splash.server.requests import (
     Service,
@@ -28,8 +33,8 @@ from splash.server.requests import (
     stream,
     usage,
 )
-from splash.server.schemas import ChatCompletionRequest
 from splash.server.streaming import DONE, EventStream, event, unless_client_leaves
+from splash.server.tool_formats import ToolCall
 
 
 @dataclass(frozen=True)
@@ -37,16 +42,20 @@ class _Job:
     """A checked request: what the engine is asked, and what every part of the answer says."""
 
     body: ChatCompletionRequest
+    conversation: Conversation
     requests: Sequence[GenerationRequest]
-    num_prompt_tokens: int
     head: dict[str, Any]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.conversation.prompt)
 
 
 def chat_router(service: Service) -> APIRouter:
     """The route, over a service."""
-    router = APIRouter()
+    router = APIRouter(responses=ERRORS)
 
-    @router.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions", responses=documented(ChatCompletion, streams=True))
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
         """Answer a conversation."""
         service.check(body.model)
@@ -63,54 +72,71 @@ async def _prepare(service: Service, body: ChatCompletionRequest) -> _Job:
     engine = service.engine
     limit_name = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
     answer_id = new_id("chatcmpl")
+    format = ChatFormat.of(engine.tokenizer, service.settings.tool_format)
     try:
-        prompt = await asyncio.to_thread(_encode, engine.tokenizer, body)
+        conversation = await asyncio.to_thread(read_conversation, engine.tokenizer, format, body)
+        prompt = conversation.prompt
         check_prompt(engine, prompt, "messages")
         limit = output_limit(engine, prompt, body.token_limit, None, limit_name)
-        requests = fan_out(body, answer_id, [prompt], [limit], body.num_logprobs)
+        requests = fan_out(body, answer_id, [prompt], [limit], body.num_logprobs, conversation.grammar, format.visible)
     except RequestError as error:
         raise renamed(error, {"prompt": "messages", "max_tokens": limit_name}) from None
     head = {"id": answer_id, "created": int(time.time()), "model": service.settings.model}
-    return _Job(body, requests, len(prompt), head)
+    return _Job(body, conversation, requests, head)
 
 
-def _encode(tokenizer: Tokenizer, body: ChatCompletionRequest) -> list[int]:
-    messages = [message.for_template() for message in body.messages]
-    variables = {**body.chat_template_kwargs, "add_generation_prompt": body.add_generation_prompt}
-    return tokenizer.encode(tokenizer.apply_chat_template(messages, **variables), add_special_tokens=False)
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {
+        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def _message(parts: Sequence[Part]) -> dict[str, Any]:
+    """A whole answer as the API gives it."""
+    content = "".join(part.text for part in parts if isinstance(part, Content))
+    thoughts = "".join(part.text for part in parts if isinstance(part, Thought))
+    calls = [_call(part) for part in parts if isinstance(part, ToolCall)]
+    message = {"role": "assistant", "content": None if calls and not content else content, "refusal": None}
+    return message | ({"reasoning_content": thoughts} if thoughts else {}) | ({"tool_calls": calls} if calls else {})
+
+
+def _finish_reason(reason: str | None, reply: Reply) -> str | None:
+    return "tool_calls" if reason == "stop" and reply.num_calls else reason
 
 
 async def _whole(service: Service, job: _Job) -> Response:
     choices = await collect(service.engine, job.requests)
     tokenizer = service.engine.tokenizer
-    return answer(
-        {
-            **job.head,
-            "object": "chat.completion",
-            "choices": [
-                {
-                    "index": index,
-                    "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
-                    "logprobs": chat_logprobs(tokenizer, choice.logprobs) if job.body.logprobs else None,
-                    "finish_reason": choice.finish_reason,
-                    "stop_reason": choice.stop_reason,
-                }
-                for index, choice in enumerate(choices)
-            ],
-            "usage": usage(
-                job.num_prompt_tokens,
-                [choice.num_output_tokens for choice in choices],
-                [choice.num_cached_tokens for choice in choices],
-                job.body.n,
-            ),
-        }
+    answers = []
+    for index, choice in enumerate(choices):
+        reply = job.conversation.reply()
+        parts = reply.push("".join(choice.text)) + reply.finish()
+        answers.append(
+            {
+                "index": index,
+                "message": _message(parts),
+                "logprobs": chat_logprobs(tokenizer, choice.logprobs) if job.body.logprobs else None,
+                "finish_reason": _finish_reason(choice.finish_reason, reply),
+                "stop_reason": choice.stop_reason,
+            }
+        )
+    counted = usage(
+        job.num_prompt_tokens,
+        [choice.num_output_tokens for choice in choices],
+        [choice.num_cached_tokens for choice in choices],
+        job.body.n,
     )
+    return answer({**job.head, "object": "chat.completion", "choices": answers, "usage": counted})
 
 
 async def _events(service: Service, job: _Job) -> AsyncGenerator[bytes, None]:
-    """For each choice a chunk with the role, one for every piece of text, one with the reason for its end."""
+    """For each choice a chunk with the role, one for every part of the answer, one with the reason for its end."""
     tokenizer = service.engine.tokenizer
     counts, cached = [0] * len(job.requests), [0] * len(job.requests)
+    replies = [job.conversation.reply() for _ in job.requests]
+    calls = [0] * len(job.requests)  # answered so far
     begun: set[int] = set()
     head = {**job.head, "object": "chat.completion.chunk"}
     tail = {"usage": None} if job.body.include_usage else {}
@@ -119,17 +145,30 @@ async def _events(service: Service, job: _Job) -> AsyncGenerator[bytes, None]:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
         return event({**head, "choices": [choice], **tail})
 
+    def delta(index: int, part: Part) -> dict[str, Any]:
+        if isinstance(part, ToolCall):
+            calls[index] += 1
+            return {"tool_calls": [{"index": calls[index] - 1, **_call(part)}]}
+        return {"reasoning_content" if isinstance(part, Thought) else "content": part.text}
+
     async with aclosing(stream(service.engine, job.requests)) as outputs:
         async for index, output in outputs:
             counts[index], cached[index] = output.num_output_tokens, output.num_cached_tokens
             if index not in begun:
                 begun.add(index)
                 yield chunk(index, {"role": "assistant", "content": "", "refusal": None})
-            if output.text or output.logprobs:
-                scores = chat_logprobs(tokenizer, output.logprobs) if job.body.logprobs else None
-                yield chunk(index, {"content": output.text}, logprobs=scores)
+            parts = replies[index].push(output.text)
             if output.finish_reason is not None:
-                yield chunk(index, {}, finish_reason=output.finish_reason, stop_reason=output.stop_reason)
+                parts += replies[index].finish()
+            deltas = [delta(index, part) for part in parts]
+            if output.logprobs and not deltas:
+                deltas = [{"content": ""}]
+            for number, each in enumerate(deltas):
+                scores = chat_logprobs(tokenizer, output.logprobs) if job.body.logprobs and not number else None
+                yield chunk(index, each, logprobs=scores)
+            if output.finish_reason is not None:
+                reason = _finish_reason(output.finish_reason, replies[index])
+                yield chunk(index, {}, finish_reason=reason, stop_reason=output.stop_reason)
     if job.body.include_usage:
         counted = usage(job.num_prompt_tokens, counts, cached, job.body.n)
         yield event({**head, "choices": [], "usage": counted})

@@ -6,11 +6,12 @@ Where a switch of layouts is what went wrong, the error has its record as well, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -18,20 +19,43 @@ from splash.core.errors import CapacityError, ConfigError, RequestError, SplashE
 
 UNSUPPORTED = {
     "suffix": "inserting before a suffix is not supported",
-    "logit_bias": "biasing logits is not supported",
-    "response_format": "only {'type': 'text'} is supported",
-    "tools": "calling tools is not supported",
-    "tool_choice": "calling tools is not supported",
-    "functions": "calling functions is not supported",
-    "function_call": "calling functions is not supported",
+    "functions": "is not supported any more; use tools",
+    "function_call": "is not supported any more; use tool_choice",
     "modalities": "only ['text'] is supported",
     "audio": "only text is supported",
-    "tool_calls": "calling tools is not supported",
+    "web_search_options": "searching the web is not supported",
+    "prediction": "predicted outputs are not supported",
+    "verbosity": "is not supported",
+    "reasoning_effort": "is not supported; templates that know it take it in chat_template_kwargs",
 }
 
 _ALTERNATIVES = {
     "prompt": "must be text, a list of texts, a list of token ids, or a list of lists of token ids",
     "stop": "must be text or a list of texts, none of them empty",
+    "tool_choice": "must be none, auto, required, or {'type': 'function', 'function': {'name': ...}}",
+}
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    model_config = ConfigDict(extra="allow")
+
+    message: str
+    type: Literal["invalid_request_error", "server_error"]
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """Every answer other than success."""
+
+    error: ErrorDetail
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "The request is at fault."},
+    "5XX": {"model": ErrorBody, "description": "The server is at fault, or not ready."},
 }
 
 
@@ -104,6 +128,16 @@ def engine_loading() -> ApiError:
     return ApiError(
         503, "the model is still loading", type="server_error", code="loading", headers={"Retry-After": "5"}
     )
+
+
+def grammar_failed(reason: str) -> ApiError:
+    """The output could not be kept to the format asked for. Nobody else's output is affected."""
+    return ApiError(400, f"the output cannot be kept to the format asked for: {reason}", code="grammar_failed")
+
+
+def body_too_large(max_bytes: int) -> ApiError:
+    """The body has more bytes than are accepted."""
+    return ApiError(413, f"the body may have at most {max_bytes} bytes", code="body_too_large")
 
 
 def shutting_down() -> ApiError:
@@ -179,6 +213,10 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
             allowed = ", ".join(map(str.upper, methods)) or (error.headers or {}).get("Allow", "")
             message = f"method not allowed: {where}; allowed is {allowed}"
             return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed}).response()
+        case 400:
+            return ApiError(400, str(error.detail), code="invalid_body").response()
+        case 413:
+            return ApiError(413, str(error.detail), code="body_too_large").response()
     return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
 
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from splash.core.errors import RequestError
 from splash.core.request import TokenLogprob
 from splash.engine.outputs import GenerationRequest, RequestOutput
-from splash.server.errors import ContextLengthError, engine_dead, engine_loading, model_not_found
+from splash.server.errors import ContextLengthError, engine_dead, engine_loading, grammar_failed, model_not_found
 from splash.server.schemas import SamplingFields
 from splash.server.settings import ServerSettings
 from splash.server.streaming import merge
@@ -73,6 +73,7 @@ class Choice:
 
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     num_output_tokens: int = 0
@@ -82,6 +83,7 @@ class Choice:
         """Add what a step brought."""
         self.text.append(output.text)
         self.logprobs.extend(output.logprobs)
+        self.prompt_logprobs += output.prompt_logprobs
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
         self.num_output_tokens = output.num_output_tokens
@@ -105,8 +107,17 @@ def check_prompt(engine: AsyncEngine, prompt: Sequence[int], param: str) -> None
         raise ContextLengthError(
             param, f"has {len(prompt)} tokens, and prompt and output may have {engine.max_model_len} together"
         )
+    check_vocabulary(engine, prompt, param)
+
+
+def check_vocabulary(engine: AsyncEngine, tokens: Sequence[int], param: str) -> None:
+    """Refuse what are no tokens of the model.
+
+    Raises:
+        RequestError: a token id is outside the vocabulary.
+    """
     vocabulary = engine.model_config.spec.vocab_size
-    for token in prompt:
+    for token in tokens:
         if not 0 <= token < vocabulary:
             raise RequestError(param, f"token id {token} is not below the vocabulary's size {vocabulary}")
 
@@ -135,8 +146,21 @@ def fan_out(
     prompts: Sequence[Sequence[int]],
     limits: Sequence[int],
     logprobs: int | None,
+    grammar: str | None = None,
+    visible: frozenset[int] = frozenset(),
+    prompt_logprobs: int | None = None,
 ) -> list[GenerationRequest]:
     """The engine's requests: `n` for each prompt, in order of prompts. Choice i samples with seed + i.
+
+    Args:
+        fields: the parameters that all share.
+        answer_id: what their ids begin with.
+        prompts: token ids of each.
+        limits: most tokens to generate, for each prompt.
+        logprobs: alternatives a token to report, or None for no log-probabilities.
+        grammar: what every output has to follow, None for nothing.
+        visible: special tokens that output text shows.
+        prompt_logprobs: as `logprobs`, for the prompts.
 
     Raises:
         RequestError: a sampling parameter is out of range.
@@ -145,17 +169,27 @@ def fan_out(
     for number, prompt in enumerate(prompts):
         for sample in range(fields.n):
             index = number * fields.n + sample
-            params = fields.sampling(index, limits[number], logprobs)
-            requests.append(GenerationRequest(f"{answer_id}-{index}", tuple(prompt), params, fields.priority))
+            params = fields.sampling(index, limits[number], logprobs, grammar, prompt_logprobs)
+            id = f"{answer_id}-{index}"
+            requests.append(GenerationRequest(id, tuple(prompt), params, fields.priority, visible))
     return requests
 
 
-def stream(
+async def stream(
     engine: AsyncEngine, requests: Sequence[GenerationRequest]
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Outputs of all requests as they come, with the number of the request. Closing it aborts them."""
+    """Outputs of all requests as they come, with the number of the request. Closing it aborts them.
+
+    Raises:
+        SplashError: a request is refused, or the engine died.
+        ApiError: the grammar of a request could not be followed.
+    """
     outputs = [cast("AsyncGenerator[RequestOutput, None]", engine.generate(request)) for request in requests]
-    return cast("AsyncGenerator[tuple[int, RequestOutput], None]", merge(outputs))
+    async with aclosing(cast("AsyncGenerator[tuple[int, RequestOutput], None]", merge(outputs))) as merged:
+        async for index, output in merged:
+            if output.finish_reason == "error":
+                raise grammar_failed(str(output.stop_reason))
+            yield index, output
 
 
 async def collect(engine: AsyncEngine, requests: Sequence[GenerationRequest]) -> list[Choice]:
@@ -163,6 +197,7 @@ async def collect(engine: AsyncEngine, requests: Sequence[GenerationRequest]) ->
 
     Raises:
         SplashError: a request is refused, or the engine died.
+        ApiError: the grammar of a request could not be followed.
     """
     choices = [Choice() for _ in requests]
     async with aclosing(stream(engine, requests)) as outputs:

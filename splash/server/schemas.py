@@ -6,12 +6,13 @@ the answer, and those of `NEUTRAL` whose value asks for nothing.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from splash.core.errors import RequestError
 from splash.core.request import MAX_LOGPROBS, SamplingParams
+from splash.engine.grammar import choice_grammar, json_schema_grammar, regex_grammar
 
 IGNORED = frozenset(
     {
@@ -22,17 +23,12 @@ IGNORED = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "parallel_tool_calls",
     }
 )
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "logit_bias": ({},),
     "suffix": ("",),
 }
 MAX_CHOICES = 1024
@@ -54,6 +50,11 @@ class Model(BaseModel):
         return {key: value for key, value in data.items() if value is not None}
 
 
+def _range(**limits: float) -> Any:
+    """Limits of a number, for the OpenAPI schema."""
+    return Field(json_schema_extra=dict(limits))
+
+
 class StreamOptions(Model):
     """`include_usage` adds a last chunk with the token counts."""
 
@@ -67,26 +68,58 @@ class StreamOptions(Model):
         return self
 
 
+class StructuredOutputs(Model):
+    """What the output must be, as vLLM takes it: a JSON schema, a regular expression, or one of some texts."""
+
+    json_: dict[str, Any] | bool | None = Field(default=None, alias="json")
+    regex: NonEmpty | None = None
+    choice: Annotated[list[NonEmpty], Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> StructuredOutputs:
+        if sum(value is not None for value in (self.json_, self.regex, self.choice)) != 1:
+            raise ValueError("exactly one of json, regex and choice must be given")
+        return self
+
+    def grammar(self) -> str:
+        """The grammar of the output.
+
+        Raises:
+            RequestError: it cannot be enforced.
+        """
+        try:
+            if self.regex is not None:
+                return regex_grammar(self.regex)
+            return choice_grammar(self.choice) if self.choice is not None else json_schema_grammar(self.json_)
+        except ValueError as error:
+            raise RequestError("structured_outputs", f"cannot be enforced: {error}") from None
+
+
 class SamplingFields(Model):
-    """Parameters that completions and chat completions share. Ranges are checked by `SamplingParams`."""
+    """Parameters that completions and chat completions share.
+
+    `SamplingParams` checks the ranges; the OpenAPI schema only tells them.
+    """
 
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = Field(default=1, ge=1, le=128)
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
+    max_tokens: Annotated[int, _range(minimum=1)] | None = None
+    min_tokens: Annotated[int, _range(minimum=0)] = 0
+    temperature: Annotated[float, _range(minimum=0, maximum=100)] = 1.0
+    top_p: Annotated[float, _range(exclusiveMinimum=0, maximum=1)] = 1.0
+    top_k: Annotated[int, _range(minimum=-1)] = 0
+    min_p: Annotated[float, _range(minimum=0, maximum=1)] = 0.0
+    presence_penalty: Annotated[float, _range(minimum=-2, maximum=2)] = 0.0
+    frequency_penalty: Annotated[float, _range(minimum=-2, maximum=2)] = 0.0
+    repetition_penalty: Annotated[float, _range(exclusiveMinimum=0, maximum=100)] = 1.0
+    seed: Annotated[int, _range(minimum=-(2**63), maximum=2**63 - 1)] | None = None
     stop: NonEmpty | list[NonEmpty] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
+    logit_bias: dict[str, float] = {}
+    structured_outputs: StructuredOutputs | None = None
     priority: int = Field(default=0, ge=-(2**63), lt=2**63)
 
     @model_validator(mode="before")
@@ -111,13 +144,22 @@ class SamplingFields(Model):
         """Whether the stream ends with a chunk of token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling(self, choice: int, max_tokens: int, logprobs: int | None) -> SamplingParams:
+    def sampling(
+        self,
+        choice: int,
+        max_tokens: int,
+        logprobs: int | None,
+        grammar: str | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> SamplingParams:
         """Parameters of the choice of that index: choices of one request differ by their seeds.
 
         Args:
             choice: index of the choice.
             max_tokens: most tokens to generate.
             logprobs: alternatives a token to report, or None for no log-probabilities.
+            grammar: what the output has to follow, None for nothing.
+            prompt_logprobs: as `logprobs`, for the prompt.
 
         Raises:
             RequestError: a value is out of range.
@@ -140,9 +182,21 @@ class SamplingFields(Model):
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             logprobs=logprobs,
+            logit_bias=_biases(self.logit_bias),
+            grammar=grammar,
+            prompt_logprobs=prompt_logprobs,
         )
         params.validate()
         return params
+
+
+def _biases(biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    by_token = {}
+    for token, bias in biases.items():
+        if not (token.isascii() and token.isdecimal() and len(token) < 12):
+            raise RequestError("logit_bias", f"must have token ids as keys, not {token[:20]!r}")
+        by_token[int(token)] = bias
+    return tuple(by_token.items())
 
 
 class CompletionRequest(SamplingFields):
@@ -151,7 +205,7 @@ class CompletionRequest(SamplingFields):
     prompt: str | list[str] | list[int] | list[list[int]]
     echo: bool = False
     best_of: int | None = None
-    logprobs: int | None = None
+    logprobs: Annotated[int, _range(minimum=0, maximum=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool = True
 
     def prompts(self) -> list[str] | list[list[int]]:
@@ -176,74 +230,6 @@ class CompletionRequest(SamplingFields):
         """
         if self.best_of is not None and self.best_of != self.n:
             raise RequestError("best_of", f"must equal n ({self.n}) or be left out, not {self.best_of}")
-        if self.echo and self.logprobs is not None:
-            raise RequestError("echo", "is not supported together with logprobs: prompt tokens are not scored")
-
-
-class TextPart(Model):
-    """A piece of a message. Only text is served."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(Model):
-    """One turn of a conversation."""
-
-    role: Literal["developer", "system", "user", "assistant", "tool"]
-    content: str | list[TextPart]
-    name: str | None = None
-    tool_call_id: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_empty(cls, data: Any) -> Any:
-        """Clients send answers back as they came, with empty fields for what the model did not do."""
-        if not isinstance(data, dict):
-            return data
-        return {key: value for key, value in data.items() if value != [] or key == "content"}
-
-    def for_template(self) -> dict[str, str]:
-        """As chat templates expect it: content as one text, and the system's role under its usual name."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
-        for key in ("name", "tool_call_id"):
-            if (value := getattr(self, key)) is not None:
-                message[key] = value
-        return message
-
-
-class ChatCompletionRequest(SamplingFields):
-    """Body of POST /v1/chat/completions."""
-
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = None
-    logprobs: bool = False
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = {}
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """Alternatives a token to report, or None for no log-probabilities."""
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def token_limit(self) -> int | None:
-        """The most tokens to generate, under either of its names; None for as many as fit."""
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-
-    def check(self) -> None:
-        """Refuse combinations that are not served.
-
-        Raises:
-            RequestError: naming the parameter.
-        """
-        if self.top_logprobs is not None and not self.logprobs:
-            raise RequestError("top_logprobs", "is only allowed with logprobs")
-        reserved = {"messages", "add_generation_prompt"} & self.chat_template_kwargs.keys()
-        if reserved:
-            raise RequestError("chat_template_kwargs", f"must not contain {', '.join(sorted(reserved))}")
 
 
 class LayoutRequest(Model):

@@ -88,6 +88,31 @@ def test_logprobs(llm: LLM) -> None:
         assert len(entry.top) == 3
 
 
+@pytest.mark.parametrize("layout", ["tp", "dp", "cp", "dop", "dcp"])
+def test_log_probabilities_of_prompts_equal_transformers(
+    llm: LLM, tiny_checkpoint: Callable[[str], Path], layout: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint("base"))
+    prompts = [[(7 * i * i + 3 * length) % 500 for i in range(length)] for length in (1, 2, 40, 300, 600)]
+    scored = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, prompt_logprobs=2)
+    llm.switch(layout)
+    batch = [prompt for prompt in prompts for _ in range(2)]  # the second of each could use the first one's pages
+    outputs = llm.generate(batch, [GREEDY, scored] * len(prompts))
+    assert all(not output.prompt_logprobs for output in outputs[::2])
+    for prompt, output in zip(prompts, outputs[1::2], strict=True):
+        with torch.no_grad():
+            expected = model(torch.tensor([prompt])).logits[0].log_softmax(dim=-1)
+        assert [entry.token for entry in output.prompt_logprobs] == prompt[1:]
+        assert [entry.logprob for entry in output.prompt_logprobs] == pytest.approx(
+            [float(expected[i, token]) for i, token in enumerate(prompt[1:])], abs=2e-3
+        )
+        for i, entry in enumerate(output.prompt_logprobs):
+            assert entry.top[0][1] == pytest.approx(float(expected[i].max()), abs=2e-3)
+        assert output.tokens == outputs[2 * prompts.index(prompt)].tokens[:2]
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "field"),
     [
@@ -100,6 +125,10 @@ def test_logprobs(llm: LLM) -> None:
         ([1], SamplingParams(temperature=-1.0), "temperature"),
         ([1], SamplingParams(top_p=0.0), "top_p"),
         ([1], SamplingParams(stop_token_ids=(9999,)), "stop_token_ids"),
+        ([1], SamplingParams(stop_token_ids=(2**70,)), "stop_token_ids"),
+        ([1], SamplingParams(logit_bias=((512, 1.0),)), "logit_bias"),
+        ([1], SamplingParams(top_k=2**70), "top_k"),
+        ([1], SamplingParams(max_tokens=2**70), "max_tokens"),
     ],
 )
 def test_bad_requests_harm_nobody(llm: LLM, prompt: list[int], params: SamplingParams, field: str) -> None:

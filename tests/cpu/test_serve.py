@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import queue
 import re
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -20,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema_rs
 import openai
 import pytest
 import torch
@@ -30,7 +34,7 @@ from splash.switch.orders import METHODS
 
 pytestmark = pytest.mark.timeout(240)
 
-READY = re.compile(r"SPLASH is ready: (http://\S+) \(model (\S+), layout (\S+), (\d+) ranks, cpu\)")
+READY = re.compile(r"SPLASH is ready: (https?://\S+) \(model (\S+), layout (\S+), (\d+) ranks, cpu\)")
 PROMPT = "the quick brown fox 👍🏽"
 START_TIMEOUT_S = 120
 STOP_TIMEOUT_S = 60
@@ -191,6 +195,57 @@ def test_chat_streams_and_counts(server: Process) -> None:
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert [choice.message.content for choice in whole.choices] == [text, text]
     assert 2 * chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 9}, "days": {"enum": [1, 2, 3]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+
+
+def test_an_answer_follows_its_schema_streamed_or_whole(server: Process) -> None:
+    options: dict[str, Any] = {
+        "model": "base",
+        "messages": [{"role": "user", "content": "hello there"}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA}},
+        "seed": 5,
+    }
+    with server.client() as client:
+        whole = client.chat.completions.create(**options).choices[0]
+        chunks = list(client.chat.completions.create(stream=True, **options))
+        with pytest.raises(openai.BadRequestError, match="cannot be enforced"):
+            options["response_format"]["json_schema"]["schema"] = {"type": "city"}
+            client.chat.completions.create(**options)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.message.content
+    assert whole.finish_reason == "stop"
+    jsonschema_rs.validate(SCHEMA, json.loads(whole.message.content))
+
+
+def test_https_and_keys(checkpoint: Path, tmp_path: Path) -> None:
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl makes the certificate")
+    certificate, key, keys = tmp_path / "certificate.pem", tmp_path / "key.pem", tmp_path / "keys"
+    request = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*request, *names], check=True, capture_output=True)
+    keys.write_text("reader\nboss admin\n", encoding="utf-8")
+    with serving(
+        f"model.path={checkpoint}", "ranks=2", "layout=tp", "max_model_len=200", f"api_key_file={keys}",
+        f"ssl_certfile={certificate}", f"ssl_keyfile={key}",
+    ) as running:  # fmt: skip
+        assert running.url.startswith("https://127.0.0.1:")
+        with httpx.Client(base_url=running.url, verify=ssl.create_default_context(cafile=str(certificate))) as client:
+            body = {"prompt": "hello", "max_tokens": 2}
+            for name, answers in (("nobody", (401, 401)), ("reader", (200, 403)), ("boss", (200, 200))):
+                client.headers["authorization"] = f"Bearer {name}"
+                statuses = (
+                    client.post("/v1/completions", json=body, timeout=60).status_code,
+                    client.post("/layout", json={"layout": "dop"}, timeout=60).status_code,
+                )
+                assert statuses == answers, name
 
 
 def test_a_client_that_leaves_frees_its_request(server: Process) -> None:

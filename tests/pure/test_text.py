@@ -38,7 +38,7 @@ def byte_level() -> Tokenizer:
         show_progress=False,
     )
     backend.train_from_iterator(CORPUS * 3, trainer)
-    backend.add_tokens(["<tool é>"])
+    backend.add_tokens(["<tool é>", "<tool▁call>"])
     return Tokenizer(backend, {"eos_token": "<|end|>"})
 
 
@@ -52,7 +52,8 @@ def byte_fallback() -> Tokenizer:
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    backend.add_special_tokens(["<unk>", "</s>"])
+    backend.add_special_tokens(["<unk>", "</s>", "<think>"])
+    backend.add_tokens(["<tool▁call>", "<0x0A>"])
     return Tokenizer(backend, {"eos_token": "</s>"})
 
 
@@ -77,9 +78,16 @@ def chunked(tokens: Sequence[Any], cuts: Sequence[int]) -> list[Sequence[Any]]:
     return chunks
 
 
-def expected(tokenizer: Tokenizer, prompt: Sequence[int], output: Sequence[int]) -> str:
+def expected(
+    tokenizer: Tokenizer, prompt: Sequence[int], output: Sequence[int], visible: frozenset[int] = frozenset()
+) -> str:
     """What the whole says beyond what it has in common with the prompt alone."""
-    before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *output])
+
+    def decode(tokens: Sequence[int]) -> str:
+        shown = [token for token in tokens if not tokenizer.is_special(token) or token in visible]
+        return tokenizer.decode(shown, skip_special_tokens=False)
+
+    before, whole = decode(prompt), decode([*prompt, *output])
     common = 0
     while common < min(len(before), len(whole)) and before[common] == whole[common]:
         common += 1
@@ -96,13 +104,16 @@ def random_tokens(name: str) -> st.SearchStrategy[list[int]]:
 
 @tokenizer_names
 @settings(max_examples=100, deadline=None)
-@given(data=st.data(), cuts=CUTS)
-def test_pieces_of_any_tokens_add_up_to_the_whole(name: str, data: st.DataObject, cuts: list[int]) -> None:
+@given(data=st.data(), cuts=CUTS, shows=st.booleans())
+def test_pieces_of_any_tokens_add_up_to_the_whole(name: str, data: st.DataObject, cuts: list[int], shows: bool) -> None:
     tokenizer = TOKENIZERS[name]
     prompt, output = data.draw(random_tokens(name)), data.draw(random_tokens(name))
-    detokenizer = IncrementalDetokenizer(tokenizer, prompt)
+    visible = frozenset(token for token in range(tokenizer.vocab_size) if shows and tokenizer.is_special(token))
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt, visible)
     pieces = [detokenizer.push(chunk) for chunk in chunked(output, cuts)]
-    assert "".join(pieces) + detokenizer.finish() == expected(tokenizer, prompt, output)
+    assert "".join(pieces) + detokenizer.finish() == expected(tokenizer, prompt, output, visible)
+    if not shows:
+        assert expected(tokenizer, [], output) == tokenizer.decode(output)
     assert detokenizer.finish() == ""
 
 
@@ -151,10 +162,10 @@ def test_work_is_linear_even_for_endless_invalid_bytes(name: str, piece: str, mo
     looked_at = 0
     decode, token_bytes = tokenizer.decode, tokenizer.token_bytes
 
-    def counting_decode(tokens: Sequence[int]) -> str:
+    def counting_decode(tokens: Sequence[int], **options: Any) -> str:
         nonlocal looked_at
         looked_at += len(tokens)
-        return decode(tokens)
+        return decode(tokens, **options)
 
     def counting_token_bytes(token: int) -> bytes:
         nonlocal looked_at

@@ -28,11 +28,13 @@ from splash.engine.outputs import GenerationRequest, RequestOutput
 from splash.engine.text import OutputText
 from splash.engine.tokenizer import Tokenizer
 from splash.server.app import create_app
+from splash.server.auth import ApiKey
 from splash.server.settings import ServerSettings
 from splash.switch.orders import METHODS, SwitchRecord
 
-SPECIALS = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|hang|>", "<|silent|>", "<|die|>")
+SPECIALS = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|hang|>", "<|silent|>", "<|die|>", "<|fail|>")
 TEMPLATE = (
+    "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"
     "{% for message in messages %}"
     "{% if message.role == 'tool' %}{{ raise_exception('tools are unknown here') }}{% endif %}"
     "<|{{ message.role }}|>{{ message.content }}<|end|>"
@@ -40,24 +42,29 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Byte-level BPE, trained here."""
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
+def train_tokenizer(folder: Path, template: str = TEMPLATE, specials: tuple[str, ...] = ()) -> Tokenizer:
+    """Byte-level BPE with a chat template, and further special tokens."""
+    specials = SPECIALS + specials
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=350,
-        special_tokens=[AddedToken(text, special=True, normalized=False) for text in SPECIALS],
+        special_tokens=[AddedToken(text, special=True, normalized=False) for text in specials],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     backend.train_from_iterator(["hello world, hello there, the quick brown fox"], trainer)
     backend.save(str(folder / "tokenizer.json"))
-    config = {"eos_token": "<|end|>", "additional_special_tokens": list(SPECIALS), "chat_template": TEMPLATE}
+    config = {"eos_token": "<|end|>", "additional_special_tokens": list(specials), "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     return Tokenizer.load(folder)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Byte-level BPE, trained here."""
+    return train_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,9 @@ class ScriptedEngine:
     """Has the interface of `AsyncEngine`. Output token i is prompt token i, over and over, up to max_tokens.
 
     A prompt with <|hang|> brings one token and then nothing for ever, one with <|silent|> nothing at all, and one with
-    <|die|> kills the engine after a token.
+    <|die|> kills the engine after a token. One with <|fail|> fails as a grammar does.
+
+    With a `script` the output is its text and then an end of sequence, whatever the prompt.
 
     A switch commits at once, unless `switch_ends` gives another status and reason for its target. With "copying" it
     lasts until it is aborted or superseded, with "committing" until it is superseded; with "dead" it kills the engine.
@@ -93,6 +102,7 @@ class ScriptedEngine:
     switch_history: list[SwitchRecord] = field(default_factory=list)
     active_switch: SwitchRecord | None = None
     rebalanced: list[int] = field(default_factory=list)  # ids of the switches asked to
+    script: str | None = None
     policy: str = "static"
     pinned: bool = False
     decision: Decision | None = None
@@ -125,7 +135,9 @@ class ScriptedEngine:
     async def _outputs(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
         params, prompt = request.params, request.prompt
         hang, silent, die = map(self.tokenizer.backend.token_to_id, ("<|hang|>", "<|silent|>", "<|die|>"))
-        text = OutputText(self.tokenizer, prompt, params.stop)
+        fail = self.tokenizer.backend.token_to_id("<|fail|>")
+        script = None if self.script is None else self.tokenizer.encode(self.script, add_special_tokens=False)
+        text = OutputText(self.tokenizer, prompt, params.stop, visible=request.visible)
         for count in range(1, params.max_tokens + 1):
             if silent in prompt or (count == 2 and hang in prompt):
                 self.hanging.set()
@@ -133,16 +145,29 @@ class ScriptedEngine:
             if count == 2 and die in prompt:
                 self.error = WorkerError("rank 1 died", rank=1)
                 raise self.error
-            token = prompt[(count - 1) % len(prompt)]
-            piece, stop = text.push([token])
-            finish = "stop" if stop is not None else "length" if count == params.max_tokens else None
-            if finish == "length":
+            if count == 2 and fail in prompt:
+                yield RequestOutput(request.id, (), text.finish(), (), "error", "too costly", len(prompt), count)
+                return
+            token, piece, stop, finish = prompt[(count - 1) % len(prompt)], "", None, None
+            if script is not None:
+                token = script[count - 1] if count <= len(script) else 0
+            if script is not None and count > len(script):
+                finish = "stop"
+            else:
+                piece, stop = text.push([token])
+                finish = "stop" if stop is not None else "length" if count == params.max_tokens else None
+            if finish is not None and stop is None:
                 piece += text.finish()
             scores: tuple[TokenLogprob, ...] = ()
             if params.logprobs is not None:
                 top = tuple((token + i, -0.5 * (i + 1)) for i in range(params.logprobs))
                 scores = (TokenLogprob(token, -0.5, top),)
-            yield RequestOutput(request.id, (token,), piece, scores, finish, stop, len(prompt), count)
+            scored: tuple[TokenLogprob, ...] = ()
+            if count == 1 and (num := params.prompt_logprobs) is not None:
+                scored = tuple(TokenLogprob(t, -0.25, tuple((t + i, -0.25) for i in range(num))) for t in prompt[1:])
+            yield RequestOutput(
+                request.id, (token,), piece, scores, finish, stop, len(prompt), count, prompt_logprobs=scored
+            )
             if finish is not None:
                 return
 
@@ -230,7 +255,9 @@ class Served:
 def serving(engine: ScriptedEngine, grace_s: int | None = None, **options: Any) -> Iterator[Served]:
     """Serve an engine on a free port, on a thread of its own."""
     loaded = options.pop("loaded", lambda: True)
-    api_key = options.get("api_key")
+    api_key = options.pop("api_key", None)
+    if api_key is not None:
+        options["api_keys"] = (ApiKey(api_key, admin=True),)
     app = create_app(engine, ServerSettings("scripted", "1.2.3", **options), loaded)  # type: ignore[arg-type]
     server = _Server(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=grace_s))
     server.listening = threading.Event()

@@ -14,6 +14,30 @@ LAYOUT_ROUTES = (("GET", "/layout"), ("POST", "/layout"), ("GET", "/layout/histo
 USER = [{"role": "user", "content": "hi"}]
 
 
+def tool(**fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **fields}}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def made_call(arguments: str) -> dict[str, Any]:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def json_schema(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"type": "array", "items": nested(depth - 1)} if depth else {}
+
+
+MADE_CALL = made_call("{}") | {"content": "a"}
+
+
 def error_of(response: Any) -> dict[str, Any]:
     body = response.json()
     assert list(body) == ["error"]
@@ -46,6 +70,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, {"prompt": "a", "temperature": "warm"}, "temperature", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "top_p": 0}, "top_p", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "top_k": -2}, "top_k", "invalid_value"),
+    (COMPLETIONS, {"prompt": "a", "top_k": 2**70}, "top_k", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "min_p": 2}, "min_p", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "presence_penalty": 3}, "presence_penalty", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
@@ -55,13 +80,33 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, {"prompt": "a", "n": 0}, "n", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "stop": ""}, "stop", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "stop": ["x", ""]}, "stop", "invalid_value"),
+    (COMPLETIONS, {"prompt": "a", "stop": ["x"] * 65}, "stop", "invalid_value"),
+    (COMPLETIONS, {"prompt": "a", "stop": "x" * 1025}, "stop", "invalid_value"),
+    (COMPLETIONS, {"prompt": "a", "stop_token_ids": [5] * 1025}, "stop_token_ids", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "stop": ["\ud800"]}, "stop.0", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "logprobs": True}, "logprobs", "invalid_value"),
-    (COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": 1}, "echo", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "unsupported_parameter"),
-    (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias", "unsupported_parameter"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"five": 1}}, "logit_bias", "invalid_value"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"1_0": 1}}, "logit_bias", "invalid_value"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias", "invalid_value"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": "1"}}, "logit_bias.5", "invalid_value"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {str(i): 1 for i in range(1100)}}, "logit_bias", "invalid_value"),
+    (COMPLETIONS, {"prompt": "a", "structured_outputs": {}}, "structured_outputs", "invalid_value"),
+    (COMPLETIONS, {"prompt": "a", "structured_outputs": {"regex": "(("}}, "structured_outputs", "invalid_value"),
+    (
+        COMPLETIONS,
+        {"prompt": "a", "structured_outputs": {"json": {"type": "x"}}},
+        "structured_outputs",
+        "invalid_value",
+    ),
+    (
+        COMPLETIONS,
+        {"prompt": "a", "structured_outputs": {"regex": "a"}, "ignore_eos": True},
+        "ignore_eos",
+        "invalid_value",
+    ),
     (COMPLETIONS, {"prompt": "a", "temprature": 1}, "temprature", "unknown_parameter"),
     (COMPLETIONS, {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown_parameter"),
@@ -80,17 +125,43 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (
         CHAT,
         {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]},
-        "messages.0.tool_calls",
-        "unsupported_parameter",
+        "messages.0.tool_calls.0.id",
+        "missing_required_parameter",
     ),
+    (CHAT, {"messages": [*USER, MADE_CALL | {"role": "user"}]}, "messages.1", "invalid_value"),
+    (CHAT, {"messages": [*USER, made_call("[]")]}, "messages.1.tool_calls", "invalid_value"),
+    (CHAT, {"messages": [*USER, made_call("{")]}, "messages.1.tool_calls", "invalid_value"),
     (CHAT, {"messages": [{"role": "user", "content": "a" * 600}]}, "messages", "context_length_exceeded"),
     (CHAT, {"messages": USER, "max_tokens": 600}, "max_tokens", "context_length_exceeded"),
     (CHAT, {"messages": USER, "max_completion_tokens": 600}, "max_completion_tokens", "context_length_exceeded"),
     (CHAT, {"messages": USER, "max_completion_tokens": 0}, "max_completion_tokens", "invalid_value"),
     (CHAT, {"messages": USER, "top_logprobs": 2}, "top_logprobs", "invalid_value"),
     (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
-    (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
-    (CHAT, {"messages": USER, "response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+    (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, "tools.0.function", "missing_required_parameter"),
+    (CHAT, {"messages": USER, "tools": [tool(name="a b")]}, "tools.0.function.name", "invalid_value"),
+    (CHAT, {"messages": USER, "tools": [tool(), tool()]}, "tools", "invalid_value"),
+    (CHAT, {"messages": USER, "tools": [tool()], "tool_choice": "must"}, "tool_choice", "invalid_value"),
+    (CHAT, {"messages": USER, "tools": [tool()], "tool_choice": named("g")}, "tool_choice", "invalid_value"),
+    (CHAT, {"messages": USER, "tool_choice": "required"}, "tool_choice", "invalid_value"),
+    (
+        CHAT,
+        {"messages": USER, "tools": [tool(strict=True, parameters={"type": "x"})]},
+        "tools.0.function.parameters",
+        "invalid_value",
+    ),
+    (CHAT, {"messages": USER, "functions": [{"name": "f"}]}, "functions", "unsupported_parameter"),
+    (CHAT, {"messages": USER, "response_format": {"type": "xml"}}, "response_format.type", "invalid_value"),
+    (CHAT, {"messages": USER, "response_format": {"type": "json_schema"}}, "response_format", "invalid_value"),
+    (CHAT, {"messages": USER, "response_format": json_schema({"type": "x"})}, "response_format", "invalid_value"),
+    (CHAT, {"messages": USER, "response_format": json_schema({"$ref": "#/x"})}, "response_format", "invalid_value"),
+    (CHAT, {"messages": USER, "response_format": json_schema(nested(300))}, "response_format", "invalid_value"),
+    (
+        CHAT,
+        {"messages": USER, "response_format": json_schema({}), "structured_outputs": {"regex": "a"}},
+        "structured_outputs",
+        "invalid_value",
+    ),
+    (CHAT, {"messages": USER, "response_format": json_schema({}), "min_tokens": 3}, "min_tokens", "invalid_value"),
     (CHAT, {"messages": USER, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "invalid_value"),
 ]
 
@@ -113,7 +184,7 @@ def test_bad_requests(shared: Any, path: str, body: dict[str, Any], param: str, 
     assert response.status_code == 400, response.text
     error = error_of(response)
     assert (error["param"], error["code"]) == (param, code), error
-    assert param in error["message"]
+    assert param in error["message"] or param == "messages.1"
     assert not shared.engine.requests
 
 
@@ -123,6 +194,33 @@ def test_bodies_that_are_no_request(shared: Any, path: str, content: bytes) -> N
     response = shared.http.post(path, content=content, headers={"content-type": "application/json"})
     assert response.status_code == 400, response.text
     error_of(response)
+
+
+DEEP = b"[" * 100_000 + b"]" * 100_000
+HOSTILE = [
+    b'{"prompt": %s}' % DEEP,
+    b'{"prompt": "a", "max_tokens": 1%s}' % (b"0" * 10_000),
+    b'{"prompt": "a", "temperature": 1e999}',
+    b'{"prompt": "a", "temperature": -Infinity}',
+    b'{"prompt": "a", "structured_outputs": {"json": {"a": %s}}}' % DEEP,
+    b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"opening": %s}}' % DEEP,
+    b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": {"name": "f",'
+    b' "parameters": {"a": %s}}}], "tool_choice": "required"}' % DEEP,
+    b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": {"name": "f",'
+    b' "arguments": "%s"}}]}]}' % DEEP,
+    b'{"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_schema", "json_schema":'
+    b' {"name": "a", "schema": {"pattern": "((((((((((a{100}){100}){100}){100}){100}){100}){100}){100}){100})", "type":'
+    b' "string"}}}}',
+]
+
+
+@pytest.mark.parametrize("content", HOSTILE, ids=range(len(HOSTILE)))
+def test_bodies_made_to_hurt(shared: Any, content: bytes) -> None:
+    for path in (COMPLETIONS, CHAT, "/tokenize"):
+        response = shared.http.post(path, content=content, headers={"content-type": "application/json"})
+        assert response.status_code == 400, response.text
+        error_of(response)
+    assert not shared.engine.requests
 
 
 def test_json_needs_no_content_type(shared: Any) -> None:
