@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import ipaddress
 import json
@@ -18,16 +19,18 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import uvicorn
 import uvloop
 
 import splash
 from splash.core.errors import ConfigError, SplashError, WorkerError
+from splash.core.hardware import Hardware, calibrated
 from splash.core.layout import parse_layout
 from splash.engine.async_engine import AsyncEngine
 from splash.engine.config import EngineConfig
+from splash.machine import with_description
 from splash.server.app import create_app
 from splash.server.auth import read_keys
 from splash.server.settings import ServerSettings
@@ -54,7 +57,6 @@ class ServeOptions:
     """
 
     model: ModelChoice
-    policy: Literal["static"] = "static"
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
@@ -85,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         options, config = read_options(arguments)
+        config = with_description(config)
         with bind(options.host, options.port) as listener:
             return uvloop.run(_serve(options, config, listener))
     except SplashError as error:
@@ -102,8 +105,9 @@ def read_options(arguments: Sequence[str]) -> tuple[ServeOptions, EngineConfig]:
     """
     mapping = compose("config", arguments)
     hardware = mapping.pop("hardware", None)
-    if hardware is not None and not (isinstance(hardware, dict) and isinstance(hardware.get("platform"), str)):
+    if hardware is not None and not isinstance(hardware, dict):
         raise ConfigError("hardware", "must name a file of the group, as in +hardware=cpu")
+    description = None if hardware is None else calibrated(build(Hardware, hardware, "hardware."))
     engine = pick(EngineConfig, mapping)
     del engine["model"]  # the group of that name, not the engine's directory
     options = build(ServeOptions, {key: value for key, value in mapping.items() if key not in engine})
@@ -115,8 +119,9 @@ def read_options(arguments: Sequence[str]) -> tuple[ServeOptions, EngineConfig]:
         # The default model's name would be wrong for another checkpoint.
         model = ModelChoice(Path(model.path).expanduser().resolve().name, model.path)
         options = build(ServeOptions, {**vars(options), "model": vars(model)})
-    platform = None if hardware is None else hardware["platform"]
+    platform = None if description is None else description.platform
     config = build(EngineConfig, engine | {"model": options.model.path, "hardware": platform})
+    config = dataclasses.replace(config, description=description)
     parse_layout(config.layout)
     return options, config
 

@@ -9,7 +9,9 @@ from typing import Protocol
 from splash.core.memory import ArenaGeometry
 from splash.core.request import SamplingParams
 from splash.engine.messages import Result, Run
+from splash.engine.steering import Steering
 from splash.engine.switching import Switcher
+from splash.scheduler.policy import Policy, StaticPolicy
 from splash.scheduler.request import Progress
 from splash.scheduler.scheduler import Scheduler
 
@@ -43,10 +45,12 @@ class Loop:
         geometry: of the arenas.
         staging_bytes: most that a rank may stage for one layer of a switch.
         step_bytes: most that a rank copies ahead of a switch after one step.
+        policy: chooses layouts while serving; None keeps the layout.
         clock: the time in seconds, from any origin.
 
     Attributes:
         switcher: takes switches of layout from request to record.
+        steering: asks the policy, unless the layout is pinned.
         num_steps: steps that have run.
     """
 
@@ -57,11 +61,13 @@ class Loop:
         geometry: ArenaGeometry,
         staging_bytes: int,
         step_bytes: int,
+        policy: Policy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.switcher = Switcher(scheduler, geometry, staging_bytes, step_bytes, clock)
+        self.steering = Steering(policy or StaticPolicy(), scheduler, self.switcher, clock)
         self.num_steps = 0
         self._in_flight = False
 
@@ -77,6 +83,7 @@ class Loop:
             RequestError: the request could never be served; nothing else is affected.
         """
         self.scheduler.add(number, prompt, params, seed, priority)
+        self.steering.arrived(len(prompt))
 
     def abort(self, number: int) -> None:
         """Drop a request; there is no progress of it any more. One that is not live is passed over."""
@@ -101,10 +108,15 @@ class Loop:
             if ran and result.output is not None:
                 progress = self.scheduler.apply(result.output)
                 self.num_steps += 1
+                for item in progress:
+                    if item.finish_reason is not None:
+                        self.steering.finished(item.num_output)
+        self.steering.act()
         run = self.switcher.next_run()
         if run is not None:
             self.executor.submit(run)
             self._in_flight = True
+            self.steering.ask()
         return progress
 
     def check(self) -> None:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from splash.core.decision import Decision
 from splash.core.errors import CapacityError, ConfigError
 from splash.core.layout import KV, Layout, Projections, check_layout
 from splash.core.memory import ArenaGeometry
@@ -86,7 +87,12 @@ class Switcher:
         return None if self._active is None else self._active.record
 
     def request(
-        self, target: Layout, method: str, rebalance: bool, done: Callable[[SwitchRecord], None]
+        self,
+        target: Layout,
+        method: str,
+        rebalance: bool,
+        done: Callable[[SwitchRecord], None],
+        decision: Decision | None = None,
     ) -> SwitchRecord:
         """Ask for a switch. One under way is superseded, unless it is committing: that one ends first.
 
@@ -95,6 +101,7 @@ class Switcher:
             method: one of `METHODS`.
             rebalance: choose the owners of all requests anew, also where the target keeps pages where they are.
             done: called once with the final record.
+            decision: what made a policy ask.
 
         Raises:
             ConfigError: the method is unknown, or the layout cannot work with this model and group.
@@ -103,7 +110,9 @@ class Switcher:
             raise ConfigError("method", f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
         check_layout(target, self._geometry.spec.num_heads, self._geometry.ranks)
         self._num_switches += 1
-        record = SwitchRecord(id=self._num_switches, source=self.layout.name, target=target.name, asked=method)
+        record = SwitchRecord(
+            id=self._num_switches, source=self.layout.name, target=target.name, asked=method, decision=decision
+        )
         active = _Active(record, target, rebalance, done)
         reason = f"by switch {record.id}, to {target}"
         if self.committing:

@@ -137,10 +137,10 @@ class CostModel:
         )
         self._row_bytes = spec.hidden_size * self.stages.activation_size
 
-    def steps(self, load: StepLoad) -> dict[Layout, StepCost]:
-        """The cost of `load` in every layout that these ranks can serve in."""
+    def steps(self, load: StepLoad, layouts: Sequence[Layout] | None = None) -> dict[Layout, StepCost]:
+        """The cost of `load` in some layouts, or else in every layout that these ranks can serve in."""
         after = self._after_attention(load)
-        return {layout: self._step(layout, load, after) for layout in self.layouts}
+        return {layout: self._step(layout, load, after) for layout in layouts or self.layouts}
 
     def step(self, layout: Layout, load: StepLoad) -> StepCost:
         """The cost of `load` in `layout`. An empty load costs what every step does."""

@@ -157,6 +157,11 @@ class PrefixCache(PagePool):
     # --- what the pool does, with idle pages counting as free ---
 
     @property
+    def num_idle(self) -> list[int]:
+        """Pages on each rank that no request holds but a request may find."""
+        return list(self._num_idle)
+
+    @property
     def num_free(self) -> list[int]:
         return [free + idle for free, idle in zip(super().num_free, self._num_idle, strict=True)]
 

@@ -25,6 +25,7 @@ class Progress(msgspec.Struct, frozen=True):
             could not go on with the request. The token of an error means nothing.
         stop_reason: the stop token that ended the request, None for an end of sequence, or what the error was.
         num_cached: tokens of the prompt that were found in the cache when the request first ran.
+        num_output: tokens that the request has generated, this one included.
     """
 
     id: int
@@ -33,6 +34,7 @@ class Progress(msgspec.Struct, frozen=True):
     finish_reason: str | None
     stop_reason: int | str | None
     num_cached: int = 0
+    num_output: int = 0
 
 
 @dataclass(frozen=True, eq=False)

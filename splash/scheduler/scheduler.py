@@ -97,6 +97,10 @@ class Scheduler:
         """The requests that hold pages, in order of service, those aborted in flight included."""
         return tuple(self._running)
 
+    def first_waiting(self, limit: int) -> list[Request]:
+        """Some of the waiting requests, the first ones among them, in no particular order."""
+        return self._waiting.sample(limit)
+
     @property
     def free_pages(self) -> list[int]:
         """Free pages on each rank, with those that only the cache holds."""
@@ -216,7 +220,8 @@ class Scheduler:
                 del requests[id]
                 request.live = False
                 retired.append(request)
-            progress.append(Progress(id, token, logprob, finish_reason, stop_reason, request.num_cached))
+            num_output = len(request.tokens) - request.num_prompt
+            progress.append(Progress(id, token, logprob, finish_reason, stop_reason, request.num_cached, num_output))
         if retired:
             for request in retired:
                 self._retire(request)
