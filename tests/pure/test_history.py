@@ -1,4 +1,4 @@
-"""The last minutes of an engine: what a sample says of its steps, what is noted of switches, and that both are bounded."""
+"""The last minutes of an engine: what a sample says of its steps, what is noted of switches, and bounds to both."""
 
 from __future__ import annotations
 

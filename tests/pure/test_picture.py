@@ -56,9 +56,7 @@ def test_it_is_what_page_tables_say(layout: Layout) -> None:
         assert [[mask >> rank & 1 for rank in range(RANKS)] for mask in request.holders] == rule.astype(int).tolist()
         assert request.pages == tuple(rule.sum(axis=0).tolist())
     for rank, mine in enumerate(seen.ranks):
-        assert mine.head_groups == (
-            (rank,) if layout.projections is Projections.SHARDED else tuple(range(RANKS))
-        )
+        assert mine.head_groups == ((rank,) if layout.projections is Projections.SHARDED else tuple(range(RANKS)))
         shown = cells(seen, rank)
         assert len(shown) == GEOMETRY.num_slots
         for index, request in enumerate(scheduler.running):
