@@ -18,8 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from perf.common import busy_cores, report, spread
+from splash.core.decision import Decision
 from splash.core.hardware import Hardware
-from splash.core.layout import DP
+from splash.core.layout import DP, KV, LAYOUTS, Layout
 from splash.core.pages import HeldPages
 from splash.core.request import SamplingParams
 from splash.core.step import NewRequest
@@ -52,8 +53,9 @@ def main() -> None:
     policy = CostPolicy(PolicyConfig("cost", interval_ms=0), model, limits)
     draw = random.Random(0)
     running = [_request(number, draw, fresh=False) for number in range(args.requests)]
+    decisions: list[Decision | None] = []
     timed: dict[str, list[float]] = {"read requests": [], "one step exactly": [], "decide": []}
-    now = 0.0
+    now, layout = 0.0, DP
     for turn in range(args.decisions + 20):  # the first ones fill what is remembered
         before, now = now, max(now + 0.05, policy.due_s)
         grown = round((now - before) / STEP_S)
@@ -65,12 +67,14 @@ def main() -> None:
                 running[index] = _request(args.requests * (turn + 1) + index, draw, fresh=True)
                 policy.arrived(now, running[index].num_prompt)
         if turn < 20:
-            policy.decide(_situation(running, now))
+            layout = _carry_out(policy, policy.decide(_situation(running, now, layout)), now)
             continue
-        timed["read requests"].append(_timed(lambda s: s.length_n, _situation(running, now)))
-        timed["one step exactly"].append(_timed(lambda s: model.steps(s.load), _situation(running, now)))
-        timed["decide"].append(_timed(policy.decide, _situation(running, now)))
-        assert policy.due_s > now, "a decision was made"
+        timed["read requests"].append(_timed(lambda s: s.length_n, _situation(running, now, layout)))
+        timed["one step exactly"].append(_timed(lambda s: model.steps(s.load), _situation(running, now, layout)))
+        decide = lambda situation: decisions.append(policy.decide(situation))  # noqa: E731
+        timed["decide"].append(_timed(decide, _situation(running, now, layout)))
+        assert decisions, "a decision was made"
+        layout = _carry_out(policy, decisions.pop(), now)
 
     for name, seconds in timed.items():
         figures = spread(seconds, digits=3)
@@ -108,17 +112,25 @@ def _request(number: int, draw: random.Random, fresh: bool) -> Request:
     return request
 
 
-def _situation(running: list[Request], now: float) -> Situation:
+def _carry_out(policy: CostPolicy, decision: Decision | None, now: float) -> Layout:
+    """The layout after a decision. A switch that it wants is made at once."""
+    assert decision is not None
+    if decision.switches:
+        policy.switched(LAYOUTS[decision.target], "committed", now)
+    return LAYOUTS[decision.target]
+
+
+def _situation(running: list[Request], now: float, layout: Layout) -> Situation:
     pages = sum(-(-len(request.tokens) // 64) for request in running)
     return Situation(
         now=now,
-        layout=DP,
+        layout=layout,
         ranks=RANKS,
         page_size=64,
         running=tuple(running),
         waiting=(),
         num_waiting=0,
-        used_T=[pages // RANKS] * RANKS,
+        used_T=[pages if layout.kv is KV.REPLICATED else pages // RANKS] * RANKS,
         idle_T=[0] * RANKS,
         num_queried=0,
         num_hit=0,

@@ -12,6 +12,7 @@ from splash.engine.messages import Result, Run
 from splash.engine.steering import Steering
 from splash.engine.switching import Switcher
 from splash.scheduler.policy import Policy, StaticPolicy
+from splash.scheduler.prefix_cache import Keys
 from splash.scheduler.request import Progress
 from splash.scheduler.scheduler import Scheduler
 
@@ -76,13 +77,15 @@ class Loop:
         """Name of the layout that steps run in."""
         return self.switcher.layout.name
 
-    def add(self, number: int, prompt: Sequence[int], params: SamplingParams, seed: int, priority: int = 0) -> None:
-        """Queue a request. `number` is never used again.
+    def add(
+        self, number: int, prompt: Sequence[int], params: SamplingParams, seed: int, priority: int = 0, keys: Keys = ()
+    ) -> None:
+        """Queue a request. `number` is never used again; `keys` is explained in `Scheduler.add`.
 
         Raises:
             RequestError: the request could never be served; nothing else is affected.
         """
-        self.scheduler.add(number, prompt, params, seed, priority)
+        self.scheduler.add(number, prompt, params, seed, priority, keys)
         self.steering.arrived(len(prompt))
 
     def abort(self, number: int) -> None:
@@ -100,24 +103,34 @@ class Loop:
         Raises:
             WorkerError: the group died; the loop can only be closed.
         """
-        progress: list[Progress] = []
-        if self._in_flight:
-            result = self.executor.collect()
-            self._in_flight = False
-            ran = result.switch is None or self.switcher.settle(result.switch)
-            if ran and result.output is not None:
-                progress = self.scheduler.apply(result.output)
-                self.num_steps += 1
-                for item in progress:
-                    if item.finish_reason is not None:
-                        self.steering.finished(item.num_output)
+        progress = self.finish()
+        self.begin()
+        return progress
+
+    def finish(self) -> list[Progress]:
+        """The first half of `step`: afterwards no step is in flight."""
+        if not self._in_flight:
+            return []
+        result = self.executor.collect()
+        self._in_flight = False
+        ran = result.switch is None or self.switcher.settle(result.switch)
+        if not ran or result.output is None:
+            return []
+        self.num_steps += 1
+        progress = self.scheduler.apply(result.output)
+        for item in progress:
+            if item.finish_reason is not None:
+                self.steering.finished(item.num_output)
+        return progress
+
+    def begin(self) -> None:
+        """The second half of `step`."""
         self.steering.act()
         run = self.switcher.next_run()
         if run is not None:
             self.executor.submit(run)
             self._in_flight = True
             self.steering.ask()
-        return progress
 
     def check(self) -> None:
         """Raise `WorkerError` if a rank has died while nothing runs."""

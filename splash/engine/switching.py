@@ -59,6 +59,7 @@ class Switcher:
 
     Attributes:
         layout: the layout that steps run in.
+        step_bytes: most that a rank copies ahead after one step.
         history: the switches that have ended, oldest first.
     """
 
@@ -74,7 +75,7 @@ class Switcher:
         self._scheduler = scheduler
         self._geometry = geometry
         self._staging_bytes = staging_bytes
-        self._step_bytes = step_bytes
+        self.step_bytes = step_bytes
         self._active: _Active | None = None
         self._queued: _Active | None = None  # asked for while another was committing
         self._num_switches = 0
@@ -215,7 +216,7 @@ class Switcher:
         counts = count(planned.manifest, self._geometry)
         moves_bytes = any(counts.kv_bytes) or any(counts.weight_bytes) or any(counts.moved)
         if record.asked in ("auto", "precopy") and active.may_copy_ahead and moves_bytes and self._scheduler.running:
-            ahead = AheadCopies(record.id, active.target, self._geometry, self._scheduler.pool, self._step_bytes)
+            ahead = AheadCopies(record.id, active.target, self._geometry, self._scheduler.pool)
             record.reason = ahead.begin(planned)
             if not record.reason:
                 record.method, record.status = "precopy", "copying"
@@ -269,7 +270,7 @@ class Switcher:
         """Add to a step what is copied after it."""
         occupancy = self._occupancy(active.target)
         try:
-            order, done = ahead.next(occupancy, self._owners(active, occupancy), self._scheduler.epoch)
+            order, done = ahead.next(occupancy, self._owners(active, occupancy), self._scheduler.epoch, self.step_bytes)
         except CapacityError:
             order, done = None, True
         active.commit_next = done or order is None

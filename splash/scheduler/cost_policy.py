@@ -29,7 +29,7 @@ from splash.scheduler.switch_cost import Method, rebalance_cost
 from splash.scheduler.traffic import Arrivals, Outputs
 
 REST_SHARE = 0.01  # of an outlook that passes before the next: what lasts long need not be looked at often
-LEFT_S = 1.0  # an offer that does not pay is not reckoned again for so long
+LEFT_S = 1.0  # an offer that does not pay or fit is not looked into again for so long
 WAYS: tuple[Method, ...] = ("layerwise", "precopy", "blocking")  # of equally cheap ones the first
 
 
@@ -114,7 +114,7 @@ class CostPolicy:
             if layout not in model.layouts
         }
         self._leads: dict[str, float] = {}  # by offer, averaged
-        self._left_until_s: dict[str, float] = {}  # by offer that did not pay: until when it is not reckoned again
+        self._left: dict[str, tuple[float, str]] = {}  # by offer: until when it is not looked into again, and why
         self._decided_s = -math.inf
 
     @property
@@ -135,7 +135,7 @@ class CostPolicy:
         self._restraint.switched(target, status, now)
         if status == "committed":
             self._leads.clear()
-            self._left_until_s.clear()
+            self._left.clear()
 
     def decide(self, situation: Situation) -> Decision | None:
         """See `Policy`."""
@@ -205,18 +205,21 @@ class CostPolicy:
             return facts.decision(offer, None, f"{layout} stays for now: {leads}, but has not for long enough")
         if held_back := self._restraint.held_back(offer.target, situation.now):
             return facts.decision(offer, None, f"{layout} stays for now: {leads}, but {held_back}")
-        if situation.now < self._left_until_s.get(offer.name, -math.inf):
-            return facts.decision(offer, None, f"{layout} stays: {leads}, but a moment ago changing did not pay")
+        until, why = self._left.get(offer.name, (-math.inf, ""))
+        if situation.now < until:
+            return facts.decision(offer, None, f"{layout} stays: {leads}, but {why}")
         offer, price = self._price(situation, facts, offer)
         gain = facts.seconds - offer.seconds
         kept = gain * max(0.0, 1 - price.delay_s / facts.seconds)
         sums = f"it gains {kept:.3f} s over the next {facts.seconds:.1f} s and costs {price.seconds:.3f} s"
         if kept <= config.safety * price.seconds:
-            self._left_until_s[offer.name] = situation.now + LEFT_S
-            return facts.decision(offer, price, f"{layout} stays: {leads}, but changing does not pay, since {sums}")
+            why = f"changing does not pay, since {sums}"
+            self._left[offer.name] = situation.now + LEFT_S, why
+            return facts.decision(offer, price, f"{layout} stays: {leads}, but {why}")
         obstacle = "" if offer.rebalance else self._obstacle(situation, offer.target)
         if obstacle:
             facts.infeasible[offer.target.name] = obstacle
+            self._left[offer.name] = situation.now + LEFT_S, obstacle
             return facts.decision(offer, price, f"{layout} stays: {leads}, but {obstacle}")
         return facts.decision(offer, price, f"{leads}: {sums}", go=True)
 

@@ -204,8 +204,7 @@ def test_a_switch_that_the_rest_of_the_work_does_not_pay_for_is_left() -> None:
     slow = CostModel(H200.spec, dataclasses.replace(H200.hardware, costs=costs), 8, "fp8")
     drive = Drive(cost_policy(model=slow), DP)
     last = drive.settle(decoding(2, 1000))
-    assert not drive.switches and "a moment ago changing did not pay" in last.reason
-    drive.now += 1
+    drive.now += 1  # for a while it is not reckoned again
     last = drive.step(decoding(2, 1000))
     assert not drive.switches and "changing does not pay" in last.reason
     assert last.gain_s is not None and last.cost_s is not None and 0 < last.gain_s < 2 * last.cost_s
