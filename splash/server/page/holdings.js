@@ -148,11 +148,13 @@ function row(request, ranks) {
     html("td", "", `${whole(request.prompt_tokens)}${cached}`),
     html("td", "", done, `${whole(request.output_tokens)} of ${whole(request.max_tokens)}`),
     html("td", "", lanes(request, ranks)));
+  for (const cell of line.children) cell.setAttribute("role", "cell");
   return line;
 }
 
 function newRow(id) {
   const line = html("tr");
+  line.setAttribute("role", "row"); // the phone's style takes it out of the table
   line.tabIndex = 0;
   for (const name of ["pointerenter", "focus"]) line.addEventListener(name, () => choose(id));
   for (const name of ["pointerleave", "blur"]) line.addEventListener(name, () => choose(null));
