@@ -15,9 +15,11 @@ from splash.core.request import TokenLogprob
 from splash.core.spec import DTYPE_BYTES, kv_format
 from splash.engine.config import EngineConfig
 from splash.engine.executor import LocalGroup
+from splash.engine.history import History
 from splash.engine.loop import Loop
 from splash.engine.memory import memory_lines
-from splash.engine.outputs import GenerationRequest, RequestOutput
+from splash.engine.outputs import GenerationRequest, Live, RequestOutput
+from splash.engine.picture import picture
 from splash.engine.text import OutputText
 from splash.engine.tokenizer import Tokenizer
 from splash.model.config import (
@@ -68,6 +70,7 @@ class _Live:
     request: GenerationRequest
     number: int
     text: OutputText
+    token_s: float  # when its last token came, or itself before the first
     num_output: int = 0
     num_cached: int = 0
 
@@ -139,7 +142,7 @@ class Engine:
             f"model {config.model}: {spec.architecture}, {spec.num_layers} layers, {spec.num_heads} heads, "
             f"context {self.max_model_len}"
         )
-        geometry = self._geometry(config)
+        geometry = self._geometry_of(config)
         pool = PrefixCache.of_geometry(geometry, layout)
         progress(
             f"memory a rank: {geometry.arena_bytes * spec.num_layers / GIB:.2f} GiB of arenas, "
@@ -172,6 +175,8 @@ class Engine:
             policy,
         )
         self.scheduler, self.switcher = self.loop.scheduler, self.loop.switcher
+        self._geometry = geometry
+        self._history = History(scheduler, self.switcher, time.monotonic())
         for line in memory_lines(self.ready, geometry):
             progress(line)
         progress(f"ready in {time.monotonic() - started:.1f} s")
@@ -181,7 +186,7 @@ class Engine:
         self._numbers: dict[str, int] = {}
         self._aborted: list[RequestOutput] = []
 
-    def _geometry(self, config: EngineConfig) -> ArenaGeometry:
+    def _geometry_of(self, config: EngineConfig) -> ArenaGeometry:
         """The largest arenas that the memory allows."""
         spec, ranks = self.model_config.spec, self.ranks
         kv, weight_bytes = kv_format(spec, config.dtype), DTYPE_BYTES[config.dtype]
@@ -300,7 +305,7 @@ class Engine:
         text = OutputText(
             self.tokenizer, request.prompt, request.params.stop, request.params.min_tokens, request.visible
         )
-        self._live[number] = _Live(request, number, text)
+        self._live[number] = _Live(request, number, text, time.monotonic())
 
     def abort(self, request_id: str) -> None:
         """Stop a request; its last output says "abort". Unknown and finished requests are passed over."""
@@ -322,13 +327,26 @@ class Engine:
         Raises:
             WorkerError: the group died; the engine can only be closed.
         """
+        num_steps = self.loop.num_steps
         progress = self.loop.step()
+        now_s = time.monotonic()
+        self._history.stepped(now_s, self.loop.num_steps > num_steps, self.layout)
         outputs, self._aborted = self._aborted, []
         for item in progress:
             live = self._live.get(item.id)
             if live is not None:
+                self._note_token(live, now_s)
                 outputs.append(self._advance(live, item))
+        if not self.loop.has_work:
+            self._history.idle(now_s)
         return outputs
+
+    def _note_token(self, live: _Live, now_s: float) -> None:
+        waited_s, live.token_s = now_s - live.token_s, now_s
+        if live.num_output:
+            self._history.next_token(waited_s)
+        else:
+            self._history.first_token(waited_s, len(live.request.prompt))
 
     def _advance(self, live: _Live, item: Progress) -> RequestOutput:
         """Turn one new token into an output, ending the request where a stop string says so."""
@@ -369,6 +387,18 @@ class Engine:
             steps=self.loop.num_steps,
             prefix_queried_tokens=self.scheduler.num_queried,
             prefix_hit_tokens=self.scheduler.num_hit,
+        )
+
+    def live(self) -> Live:
+        """The last minutes, and what each rank holds now."""
+        names = {number: live.request.id for number, live in self._live.items()}
+        history = self._history
+        return Live(
+            now_s=round(time.monotonic(), 3),
+            picture=picture(self.scheduler, self._geometry, names),
+            samples=history.samples,
+            events=history.events,
+            step_times=history.step_times(),
         )
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from splash.server.chat import chat_router
 from splash.server.completions import completions_router
 from splash.server.errors import ERRORS, install_handlers, model_not_found
 from splash.server.layout import layout_router
+from splash.server.live import live_router
 from splash.server.middleware import REQUEST_ID, BodyLimit, RequestIds, SameOrigin
 from splash.server.requests import Service, answer
 from splash.server.settings import ServerSettings
@@ -46,6 +47,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings, loaded: Callable[[
     app.include_router(_state_router(service))
     app.include_router(layout_router(service), responses=ERRORS)
     app.include_router(tokenize_router(service))
+    app.include_router(live_router(service))
     # The last that is added sees a request first.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     if settings.api_keys:
