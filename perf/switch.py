@@ -295,7 +295,7 @@ def _rotated(items: Sequence[Any], turn: int) -> list[Any]:
 
 def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The whole run: what is true of all of it, and a row for each direction."""
-    rate = copy_rate(args.ranks)
+    rate = copy_rate(args.ranks) if args.peer_gb_s is None else args.peer_gb_s * 1e9
     walk = Walk(args)
     decode: Samples = defaultdict(list)
     prefill: Samples = defaultdict(list)
@@ -482,6 +482,7 @@ def main() -> None:
     parser.add_argument("--prefill-every", type=int, default=3, help="rounds between those with prefill; 0: none")
     parser.add_argument("--kv-cache-gib", type=float, default=0.5, help="of arenas a rank; little room means staging")
     parser.add_argument("--vocab-size", type=int, default=256, help="token ids are drawn below this")
+    parser.add_argument("--peer-gb-s", type=float, help="of reading a peer's GPU, as perf.primitives measures it")
     parser.add_argument("--option", type=_option, action="append", default=[], help="of the engine, as key=JSON")
     parser.add_argument("--out", type=Path, help="write run and directions there as one JSON record")
     args = parser.parse_args()
@@ -489,8 +490,7 @@ def main() -> None:
         parser.error(f"--ranks: must be at least 2, not {args.ranks}: one rank has nobody to switch with")
     run, rows = measure(args)
     print_tables(run, rows)
-    for line in (run, *rows):
-        print(json.dumps(line))
+    print(*map(json.dumps, (run, *rows)), sep="\n")
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps({**run, "directions": rows}, indent=1) + "\n")

@@ -36,6 +36,7 @@ class Generation:
     logprobs: tuple[TokenLogprob, ...]
     finish_reason: str
     stop_reason: str | int | None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class LLM:
@@ -137,6 +138,7 @@ class LLM:
                     logprobs=tuple(logprob for part in parts for logprob in part.logprobs),
                     finish_reason=parts[-1].finish_reason,
                     stop_reason=parts[-1].stop_reason,
+                    prompt_logprobs=parts[0].prompt_logprobs,
                 )
             )
         return results

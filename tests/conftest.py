@@ -7,7 +7,12 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads: ranks share few cores, and threads would fight
 
 from collections.abc import Callable
+from glob import glob
 from pathlib import Path
+
+if not glob("/dev/nvidia[0-9]*") and not os.path.exists("/dev/kfd"):
+    # Without a GPU Triton's kernels are interpreted. Triton must know when it is first imported, by whomever.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings

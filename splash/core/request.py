@@ -19,8 +19,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     """How the tokens of one request are chosen. Names and meanings are those of vLLM and the OpenAI API.
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 and `min_p` 0 switch those filters off. `seed` None draws one.
-    `logprobs` None returns none, 0 the chosen token's, k the k most likely as well. `logit_bias` has each token at most
-    once, with what to add to its logit. `grammar` is what the output must match, as `splash.engine.grammar` makes it.
+    `logprobs` None returns none, 0 the chosen token's, k the k most likely as well; `prompt_logprobs` is the same for
+    the prompt's tokens after the first. `logit_bias` has each token at most once, with what to add to its logit.
+    `grammar` is what the output must match, as `splash.engine.grammar` makes it.
     """
 
     max_tokens: int = 16
@@ -39,6 +40,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     logprobs: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
     grammar: str | None = None
+    prompt_logprobs: int | None = None
 
     def validate(self) -> None:
         """Check every field.
@@ -59,6 +61,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
             ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
             ("stop", all(self.stop), "non-empty strings"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+            (
+                "prompt_logprobs",
+                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
+                f"between 0 and {MAX_LOGPROBS}",
+            ),
             ("logit_bias", all(-100.0 <= bias <= 100.0 for _, bias in self.logit_bias), "between -100 and 100 a token"),
         ):
             if not ok:

@@ -27,7 +27,7 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
 
     `tokens` are the token ids at positions start, start + 1, ...; `new_pages` are the pages that the rows are the
     first to need, in page order, each as T slots (slot on rank r, or NO_SLOT); `sample` asks for a token after the
-    last row.
+    last row, `score` for the log-probability that each row gives to the next token of the prompt.
     """
 
     request: int
@@ -36,6 +36,7 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
     owner: int
     sample: bool
     new_pages: tuple[tuple[int, ...], ...] = ()
+    score: bool = False
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -57,6 +58,9 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     """Sampled tokens of a step: one entry for each query with `sample`, in query order.
 
+    `scores` are for queries with `score`: the request, the position of the first token scored, and of each its
+    log-probability.
+
     `failures` are requests whose grammar could not be followed, with the reason; their tokens mean nothing.
     """
 
@@ -66,3 +70,4 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob | None, ...]
     failures: tuple[tuple[int, str], ...] = ()
+    scores: tuple[tuple[int, int, tuple[TokenLogprob, ...]], ...] = ()

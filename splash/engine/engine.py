@@ -6,21 +6,30 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from splash.core.capacity import activation_bytes, geometry_for_budget, other_weight_bytes
 from splash.core.decision import Decision
 from splash.core.errors import CapacityError, ConfigError, RequestError
 from splash.core.layout import Layout, check_layout, parse_layout
-from splash.core.memory import ArenaGeometry, slots_for
+from splash.core.memory import ArenaGeometry
 from splash.core.request import TokenLogprob
 from splash.core.spec import DTYPE_BYTES, kv_format
 from splash.engine.config import EngineConfig
 from splash.engine.executor import LocalGroup
 from splash.engine.history import History
 from splash.engine.loop import Loop
+from splash.engine.memory import memory_lines
 from splash.engine.outputs import GenerationRequest, Live, RequestOutput
 from splash.engine.picture import picture
 from splash.engine.text import OutputText
 from splash.engine.tokenizer import Tokenizer
-from splash.model.config import ModelConfig, check_servable, load_model_config, resolve_model_path
+from splash.model.config import (
+    DEFAULT_MODEL,
+    ModelConfig,
+    check_servable,
+    parse_model_config,
+    read_model_config,
+    resolve_model_path,
+)
 from splash.platform import registry
 from splash.platform.base import Platform
 from splash.scheduler.config import SchedulerConfig
@@ -72,6 +81,7 @@ class _Live:
         logprobs: tuple[TokenLogprob, ...] = (),
         finish_reason: str | None = None,
         stop_reason: str | int | None = None,
+        prompt_logprobs: tuple[TokenLogprob, ...] = (),
     ) -> RequestOutput:
         """An output of this request."""
         return RequestOutput(
@@ -84,6 +94,7 @@ class _Live:
             num_prompt_tokens=len(self.request.prompt),
             num_output_tokens=self.num_output,
             num_cached_tokens=self.num_cached,
+            prompt_logprobs=prompt_logprobs,
         )
 
 
@@ -95,6 +106,7 @@ class Engine:
     Attributes:
         loop: serves token ids by request number.
         scheduler, switcher: those of the loop.
+        ready: what each rank said of itself when it was.
     """
 
     def __init__(self, config: EngineConfig, progress: Callable[[str], None] = lambda line: None) -> None:
@@ -112,9 +124,12 @@ class Engine:
             WorkerError: a rank failed to start.
         """
         started = time.monotonic()
-        self._model_path = resolve_model_path(config.model)
-        self.model_config: ModelConfig = load_model_config(config.model)
+        contents = read_model_config(config.model) if config.model_config is None else config.model_config
+        self.model_config: ModelConfig = parse_model_config(contents, config.model)
         check_servable(self.model_config)
+        self._model_path = resolve_model_path(config.model)
+        if config.load_format == "dummy" and not self._model_path.is_dir():
+            self._model_path = resolve_model_path(DEFAULT_MODEL)
         self.tokenizer = Tokenizer.load(self._model_path)
         self._platform: Platform = registry.require(config.hardware) if config.hardware else registry.detect()
         spec = self.model_config.spec
@@ -149,8 +164,8 @@ class Engine:
             config, Limits(geometry, config.max_num_seqs, config.max_batched_tokens, staging_bytes, step_bytes)
         )
         progress(f"starting {self.ranks} ranks")
-        group = LocalGroup(config, str(self._model_path), self._platform, self.ranks, geometry)
-        weights = group.start(self.max_model_len)
+        group = LocalGroup(config, str(self._model_path), contents, self._platform, self.ranks, geometry)
+        self.ready = group.start(self.max_model_len)
         self.loop = Loop(
             scheduler,
             group,
@@ -162,10 +177,9 @@ class Engine:
         self.scheduler, self.switcher = self.loop.scheduler, self.loop.switcher
         self._geometry = geometry
         self._history = History(scheduler, self.switcher, time.monotonic())
-        progress(
-            f"weights loaded: {sum(weights) / GIB:.3f} GiB beside the arenas over {self.ranks} ranks; "
-            f"ready in {time.monotonic() - started:.1f} s"
-        )
+        for line in memory_lines(self.ready, geometry):
+            progress(line)
+        progress(f"ready in {time.monotonic() - started:.1f} s")
         self._seed = config.seed
         self._next_number = 0
         self._live: dict[int, _Live] = {}
@@ -173,14 +187,25 @@ class Engine:
         self._aborted: list[RequestOutput] = []
 
     def _geometry_of(self, config: EngineConfig) -> ArenaGeometry:
-        spec = self.model_config.spec
+        """The largest arenas that the memory allows."""
+        spec, ranks = self.model_config.spec, self.ranks
         kv, weight_bytes = kv_format(spec, config.dtype), DTYPE_BYTES[config.dtype]
-        budget = int(config.kv_cache_gib * GIB) // spec.num_layers
-        num_slots = slots_for(spec, kv, config.page_size, weight_bytes, budget)
+        if config.kv_cache_gib is not None:
+            what, budget = f"kv_cache_gib={config.kv_cache_gib}", int(config.kv_cache_gib * GIB)
+        else:
+            beside = sum(other_weight_bytes(spec, config.dtype, ranks).values()) + self._workspace_bytes(config)
+            what = f"mem_fraction={config.mem_fraction}"
+            budget = self._platform.arena_budget(ranks, beside, config.mem_fraction)
         try:
-            return ArenaGeometry(spec, kv, config.page_size, weight_bytes, self.ranks, num_slots)
+            return geometry_for_budget(spec, kv, config.page_size, weight_bytes, ranks, budget)
         except CapacityError as error:
-            raise CapacityError(f"kv_cache_gib={config.kv_cache_gib}: {error}") from None
+            raise CapacityError(f"{what}: {error}") from None
+
+    def _workspace_bytes(self, config: EngineConfig) -> int:
+        """Bytes a rank that a step needs beside weights and arenas, and the staging of a switch."""
+        rows, samples = config.max_batched_tokens, min(config.max_num_seqs, config.max_batched_tokens)
+        activations = activation_bytes(self.model_config.spec, config.dtype, rows, samples, self.ranks)
+        return activations + int(config.switch_staging_mib * MIB)
 
     def _policy(self, config: EngineConfig, limits: Limits) -> Policy:
         model = None
@@ -344,7 +369,7 @@ class Engine:
         if reason is not None:
             self._forget(live)
         logprobs = () if item.logprob is None else (item.logprob,)
-        return live.output((item.token,), text, logprobs, reason, stop_reason)
+        return live.output((item.token,), text, logprobs, reason, stop_reason, item.prompt_logprobs)
 
     def _forget(self, live: _Live) -> None:
         del self._live[live.number]

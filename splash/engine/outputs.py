@@ -49,6 +49,7 @@ class RequestOutput:
         num_prompt_tokens: tokens in the prompt.
         num_output_tokens: tokens generated so far.
         num_cached_tokens: tokens of the prompt that were not computed but found in the prefix cache.
+        prompt_logprobs: in the first output, one for each token of the prompt after the first, where asked for.
     """
 
     id: str
@@ -60,6 +61,7 @@ class RequestOutput:
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Live(msgspec.Struct, frozen=True, kw_only=True):

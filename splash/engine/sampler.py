@@ -122,6 +122,18 @@ class Sampler:
             state.num_outputs += 1
         return tokens, logprobs
 
+    def score(self, logits_nV: torch.Tensor, id: int, position: int) -> tuple[TokenLogprob, ...]:
+        """Log-probabilities of a request's prompt from `position` on, whose logits are the first row.
+
+        Rows beyond the prompt's end have none.
+        """
+        state = self._states[id]
+        tokens = state.prompt[position : position + len(logits_nV)]
+        if not tokens:
+            return ()
+        assert state.params.prompt_logprobs is not None
+        return tuple(_token_logprobs(logits_nV[: len(tokens)], tokens, [state.params.prompt_logprobs] * len(tokens)))
+
     def prepare(self) -> None:
         """Work out, in the time until the next step, which tokens grammars allow then. Need not be called."""
         for constraint in self._constraints.values():
@@ -315,14 +327,19 @@ def _fill_logprobs(
     wanted = [(row, state.params.logprobs) for row, state in enumerate(states) if state.params.logprobs is not None]
     if not wanted:
         return
-    device = logits_nV.device
-    rows = [row for row, _ in wanted]
-    logprobs_mV = logits_nV[torch.tensor(rows, device=device)].log_softmax(dim=-1)
-    chosen_m1 = torch.tensor([[tokens[row]] for row in rows], device=device)
-    chosen = logprobs_mV.gather(1, chosen_m1).squeeze(1).tolist()
-    num_top = min(max(num for _, num in wanted), logits_nV.shape[1])
-    top = logprobs_mV.topk(num_top, dim=-1)
+    rows = torch.tensor([row for row, _ in wanted], device=logits_nV.device)
+    found = _token_logprobs(logits_nV[rows], [tokens[row] for row, _ in wanted], [num for _, num in wanted])
+    for (row, _), entry in zip(wanted, found, strict=True):
+        logprobs[row] = entry
+
+
+def _token_logprobs(logits_mV: torch.Tensor, tokens: Sequence[int], nums: Sequence[int]) -> list[TokenLogprob]:
+    """Of each row the log-probability of a token, and of so many of the likeliest ones."""
+    logprobs_mV = logits_mV.log_softmax(dim=-1)
+    chosen = logprobs_mV.gather(1, torch.tensor(tokens, device=logits_mV.device).unsqueeze(1)).squeeze(1).tolist()
+    top = logprobs_mV.topk(min(max(nums), logits_mV.shape[1]), dim=-1)
     values, indices = top.values.tolist(), top.indices.tolist()
-    for place, (row, num) in enumerate(wanted):
-        alternatives = tuple(zip(indices[place][:num], values[place][:num], strict=True))
-        logprobs[row] = TokenLogprob(tokens[row], chosen[place], alternatives)
+    return [
+        TokenLogprob(token, chosen[row], tuple(zip(indices[row][:num], values[row][:num], strict=True)))
+        for row, (token, num) in enumerate(zip(tokens, nums, strict=True))
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -26,6 +27,7 @@ class Progress(msgspec.Struct, frozen=True):
         stop_reason: the stop token that ended the request, None for an end of sequence, or what the error was.
         num_cached: tokens of the prompt that were found in the cache when the request first ran.
         num_output: tokens that the request has generated, this one included.
+        prompt_logprobs: with the first token, of the prompt's tokens after the first, where the request asked for them.
     """
 
     id: int
@@ -35,6 +37,7 @@ class Progress(msgspec.Struct, frozen=True):
     stop_reason: int | str | None
     num_cached: int = 0
     num_output: int = 0
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +70,7 @@ class Request:
         announced: whether the ranks have heard of it.
         keys: what its first pages are known by in the cache, as far as that was asked for.
         num_cached: tokens of the prompt that were found in the cache when it first ran.
+        scores: log-probabilities of its prompt's tokens after the first, as far as they are known.
         live: False once it has finished or was aborted.
         order: its place in the order of service: by priority, then by arrival.
     """
@@ -83,6 +87,7 @@ class Request:
     announced: bool = False
     keys: list[bytes] = field(default_factory=list)
     num_cached: int = 0
+    scores: list[TokenLogprob] = field(default_factory=list)
     live: bool = True
     order: Order = field(init=False)
 
@@ -94,9 +99,28 @@ class Request:
         return self.new.params
 
     @property
+    def is_unscored(self) -> bool:
+        """Whether log-probabilities of its prompt are asked for and not all known. The cache is of no use then."""
+        return self.params.prompt_logprobs is not None and len(self.scores) < self.num_prompt - 1
+
+    def take_scores(self, position: int, scores: Sequence[TokenLogprob]) -> None:
+        """Take log-probabilities of the tokens from `position` on. After a preemption some of them come again."""
+        self.scores += scores[len(self.scores) + 1 - position :]
+
+    @property
     def max_positions(self) -> int:
         """Positions cached if it runs to its end. The last token is returned, not computed on."""
         return self.num_prompt + self.max_tokens - 1
+
+    def progress(
+        self, logprob: TokenLogprob | None, finish_reason: str | None, stop_reason: int | str | None
+    ) -> Progress:
+        """What the last output token brought."""
+        num_output = len(self.tokens) - self.num_prompt
+        scores = tuple(self.scores) if num_output == 1 else ()
+        return Progress(
+            self.id, self.tokens[-1], logprob, finish_reason, stop_reason, self.num_cached, num_output, scores
+        )
 
     def finish(self, eos_token_ids: frozenset[int]) -> tuple[str | None, int | None]:
         """(finish_reason, stop_reason) as of the last output token."""

@@ -13,8 +13,9 @@ they are of another priority, and only if it then runs in the same step. So each
 before it are admitted or get a page, and as often as it needs a page that only they could give, each time one more: a
 bounded number of times, by induction from the first, which never is. And the first always progresses: it runs with rows
 in every step, or nobody is admitted before it and it waits for requests as important as itself, the first of which
-progresses. Nobody overtakes the first in the queue but short prompts, as long as an older prompt has all the rows that
-it would need, and they leave it its pages. A stream of more important requests that never ends does keep others
+progresses. Nobody overtakes the first in the queue but short prompts and, in layouts whose owners compute what is
+theirs, prompts of other owners, as long as older prompts have all the rows that it would need; and they leave it its
+pages. A stream of more important requests that never ends does keep others
 waiting: that is what priorities ask for.
 """
 
@@ -30,7 +31,7 @@ from splash.core.pages import HeldPages
 from splash.core.request import SamplingParams
 from splash.core.step import NewRequest, Query, StepOutput, StepPlan
 from splash.scheduler.admission import Admission, Place, check_capacity, holds_any, is_stuck
-from splash.scheduler.chunks import Batch
+from splash.scheduler.chunks import Batch, Prompt
 from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.prefix_cache import Keys, PrefixCache, extend_keys
 from splash.scheduler.queue import WaitingQueue
@@ -69,6 +70,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running: list[Request] = []  # in order of service
         self._tokens = [0] * pool.ranks  # of running requests, by owner
+        self._owned = [0] * pool.ranks  # running requests, by owner
         self._in_flight: StepPlan | None = None
         self._filling: list[tuple[Request, int, int]] = []  # who fills pages first .. end - 1 in the step in flight
         self._pool_before: PrefixCache | None = None  # what `retract` would go back to
@@ -198,8 +200,7 @@ class Scheduler:
         plan = self._in_flight
         assert plan is not None and (output.step, output.epoch) == (plan.step, plan.epoch), "not the step in flight"
         assert output.requests == tuple([query.request for query in plan.queries if query.sample])
-        self._in_flight = None
-        self._pool_before = None
+        self._in_flight = self._pool_before = None
         if self.config.prefix_cache:
             self._enter_pages()
         progress = []
@@ -207,6 +208,9 @@ class Scheduler:
         self._aborted_in_flight = []
         eos_token_ids = self.config.eos_token_ids
         requests, tokens, failures = self._requests, self._tokens, dict(output.failures)
+        for id, position, scores in output.scores:
+            if id in requests:
+                requests[id].take_scores(position, scores)
         for id, token, logprob in zip(output.requests, output.tokens, output.logprobs, strict=True):
             request = requests.get(id)
             if request is None:
@@ -219,8 +223,7 @@ class Scheduler:
                 del requests[id]
                 request.live = False
                 retired.append(request)
-            num_output = len(request.tokens) - request.num_prompt
-            progress.append(Progress(id, token, logprob, finish_reason, stop_reason, request.num_cached, num_output))
+            progress.append(request.progress(logprob, finish_reason, stop_reason))
         if retired:
             for request in retired:
                 self._retire(request)
@@ -238,7 +241,7 @@ class Scheduler:
         """Count steps that were planned and applied elsewhere: `splash.scheduler.decode_run`."""
         self._step += num_steps
         self._released, self._finished = [], []
-        self._count_tokens()
+        self._count_by_owner()
 
     def _enter_pages(self) -> None:
         """Let the cache know the pages that a step has filled."""
@@ -266,7 +269,7 @@ class Scheduler:
         for request in self._running:
             assert request.held is not None and len(held[request.id]) == len(request.held)
             request.held = held[request.id]
-        self._count_tokens()
+        self._count_by_owner()
         return before
 
     def retract(self, before: Rebase) -> None:
@@ -296,7 +299,7 @@ class Scheduler:
                 continue
             request.held, request.num_computed = held, num_computed
             self._running.append(request)
-        self._count_tokens()
+        self._count_by_owner()
         for request in [request for request in self._running if not request.live]:
             self._retire(request)
         self._running = [request for request in self._running if request.live]
@@ -318,11 +321,12 @@ class Scheduler:
             self._preempt(len(self._running) - 1)
         self.pool.evict()
 
-    def _count_tokens(self) -> None:
-        self._tokens = [0] * self.pool.ranks
+    def _count_by_owner(self) -> None:
+        self._tokens, self._owned = [0] * self.pool.ranks, [0] * self.pool.ranks
         for request in self._running:
             assert request.held is not None
             self._tokens[request.held.owner] += len(request.tokens)
+            self._owned[request.held.owner] += 1
 
     @property
     def requests(self) -> tuple[Request, ...]:
@@ -333,18 +337,18 @@ class Scheduler:
         """Give each running request with one token to compute the page that it needs. Returns the step so far."""
         page_size = self.config.page_size
         running = self._running
-        chunks = []
+        chunks: list[Prompt] = []
         index = 0
         while index < len(running):  # whoever is preempted on the way stands at `index` or later
             request = running[index]
             start = request.num_computed
             left = len(request.tokens) - start
             if left > 1:
-                chunks.append((request.order, left, request))
+                chunks.append(Prompt(request.order, left, request, _held(request).owner))
             elif start % page_size == 0 and self._lacks_page(request) and not self._grow(index):
                 continue
             index += 1
-        return Batch(self.config.max_batched_tokens - (len(running) - len(chunks)), chunks)
+        return Batch.of_step(self.pool.layout, self.config.max_batched_tokens, self._owned, chunks)
 
     def _lacks_page(self, request: Request) -> bool:
         assert request.held is not None
@@ -358,25 +362,24 @@ class Scheduler:
             if not may_join and not others_make_way:
                 break
             admission = Admission(self.config, self.pool, request)
-            victims: list[Request] = []
-            place = admission.place(self._tokens) if may_join else None
+            place, begins = admission.place_with_rows(self._tokens, batch) if may_join else (None, False)
             if place is None:
                 found = admission.place_of_others(self._tokens, self._running) if others_make_way else None
                 if found is None:
                     break
                 place, victims = found
-            left = self._left_at(request, place)
-            after = batch.without(victims) if victims else batch
-            if not after.admits(request, left):
-                if not victims:
-                    self._admit_short(batch, place)
+                after = batch.without(victims)
+                if not after.admits(request, admission.left(place.owner), place.owner):
+                    break
+                batch = after
+                for victim in victims:
+                    self._preempt(self._running.index(victim))
+            elif not begins:
+                self._admit_short(batch, place)
                 break
-            batch = after
-            for victim in victims:
-                self._preempt(self._running.index(victim))
             self._waiting.pop()
             self._begin(request, admission, place)
-            batch.add(request, left)
+            batch.add(request, admission.left(place.owner), place.owner)
         return batch
 
     def _admit_short(self, batch: Batch, reserved: Place) -> None:
@@ -390,19 +393,16 @@ class Scheduler:
             if len(passed) == 1:
                 continue
             admission = Admission(self.config, self.pool, request)
-            if not batch.admits(request, admission.least_left):
+            if not any(batch.admits(request, admission.left(rank), rank) for rank in range(self.pool.ranks)):
                 continue
-            place = admission.place(self._tokens, reserved.takes)
-            if place is None or not batch.admits(request, left := self._left_at(request, place)):
+            place, begins = admission.place_with_rows(self._tokens, batch, reserved.takes)
+            if place is None or not begins:
                 continue
             passed.pop()
             self._begin(request, admission, place)
-            batch.add(request, left)
+            batch.add(request, admission.left(place.owner), place.owner)
         for request in passed:
             self._waiting.push(request)
-
-    def _left_at(self, request: Request, place: Place) -> int:
-        return len(request.tokens) - len(place.shared) * self.config.page_size
 
     def _begin(self, request: Request, admission: Admission, place: Place) -> None:
         """Give a waiting request its pages and let it run."""
@@ -417,13 +417,14 @@ class Scheduler:
         assert grown
         insort(self._running, request, key=_by_order)
         self._tokens[place.owner] += len(request.tokens)
+        self._owned[place.owner] += 1
 
     def _queries(self, batch: Batch) -> list[list[Query]]:
         """The queries of a step by owner: rows of requests that decode, then chunks. Counts them as computed."""
         queries: list[list[Query]] = [[] for _ in range(self.pool.ranks)]
         self._filling = filling = []
         page_size = self.config.page_size
-        chunks = {request for _, _, request in batch.chunks}
+        chunks = {chunk.request for chunk in batch.chunks}
         for request in self._running:
             if request in chunks:
                 continue
@@ -438,7 +439,7 @@ class Scheduler:
             owner = held.owner
             queries[owner].append(Query(request.id, start, (request.tokens[start],), owner, True, new_pages))
             request.num_computed = start + 1
-        for count, (_, left, request) in zip(batch.rows(), batch.chunks, strict=True):
+        for count, (_, left, request, _) in zip(batch.rows(), batch.chunks, strict=True):
             held, start = request.held, request.num_computed
             assert held is not None
             if count:
@@ -446,7 +447,8 @@ class Scheduler:
                 # The ranks have not heard of the pages before its first chunk.
                 pages = held.table.rows(0 if request in batch.new else -(-start // page_size), -(-end // page_size))
                 tokens = tuple(request.tokens[start:end])
-                queries[held.owner].append(Query(request.id, start, tokens, held.owner, count == left, pages))
+                last, score = count == left, request.is_unscored
+                queries[held.owner].append(Query(request.id, start, tokens, held.owner, last, pages, score))
                 request.num_computed = end
                 filling.append((request, start // page_size, end // page_size))
         return queries
@@ -485,6 +487,7 @@ class Scheduler:
         assert held is not None
         self.pool.release(held)
         self._tokens[held.owner] -= len(request.tokens)
+        self._owned[held.owner] -= 1
         self._released.append(request.id)
         request.held = None
 

@@ -29,11 +29,11 @@ class Usage(Answer):
 
 
 class CompletionLogprobs(Answer):
-    """Log-probabilities of a completion's tokens: one entry a token in each list."""
+    """Log-probabilities of a completion's tokens: one entry a token in each list, null for the first of a prompt."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 

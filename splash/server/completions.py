@@ -12,11 +12,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from splash.engine.outputs import GenerationRequest
+from splash.engine.outputs import GenerationRequest, RequestOutput
 from splash.server.answers import Completion, documented
 from splash.server.errors import ERRORS
 from splash.server.logprobs import CompletionLogprobs
 from splash.server.requests import (
+    Choice,
     Service,
     answer,
     check_prompt,
@@ -40,6 +41,19 @@ class _Job:
     echoes: Sequence[str]  # for each choice, the text that goes before its own
     num_prompt_tokens: int
     head: dict[str, Any]
+
+    def logprobs(
+        self, index: int, scores: CompletionLogprobs, output: Choice | RequestOutput
+    ) -> dict[str, list[Any]] | None:
+        """Log-probabilities of what an output brings for a choice, those of the prompt before its first token."""
+        if self.body.logprobs is None:
+            return None
+        prompt = self.requests[index].prompt
+        if not self.body.echo or not output.num_output_tokens or output.num_output_tokens > len(output.logprobs):
+            return scores.take(output.logprobs)
+        before = scores.take_prompt(prompt, self.echoes[index], output.prompt_logprobs)
+        after = scores.take(output.logprobs)
+        return {name: values + after[name] for name, values in before.items()}
 
 
 def completions_router(service: Service) -> APIRouter:
@@ -78,7 +92,8 @@ async def _prepare(service: Service, body: CompletionRequest) -> _Job:
     grammar = None if body.structured_outputs is None else await asyncio.to_thread(body.structured_outputs.grammar)
     answer_id = new_id("cmpl")
     head = {"id": answer_id, "object": "text_completion", "created": int(time.time()), "model": service.settings.model}
-    requests = fan_out(body, answer_id, prompts, limits, body.logprobs, grammar)
+    scored = body.logprobs if body.echo else None
+    requests = fan_out(body, answer_id, prompts, limits, body.logprobs, grammar, prompt_logprobs=scored)
     return _Job(body, requests, echoes, sum(map(len, prompts)), head)
 
 
@@ -91,9 +106,7 @@ async def _whole(service: Service, job: _Job) -> Response:
                 {
                     "index": index,
                     "text": echo + "".join(choice.text),
-                    "logprobs": None
-                    if job.body.logprobs is None
-                    else CompletionLogprobs(service.engine.tokenizer).take(choice.logprobs),
+                    "logprobs": job.logprobs(index, CompletionLogprobs(service.engine.tokenizer), choice),
                     "finish_reason": choice.finish_reason,
                     "stop_reason": choice.stop_reason,
                 }
@@ -125,7 +138,7 @@ async def _events(service: Service, job: _Job) -> AsyncGenerator[bytes, None]:
             counts[index], cached[index] = output.num_output_tokens, output.num_cached_tokens
             text, echoes[index] = echoes[index] + output.text, ""
             if text or output.logprobs:
-                scores = None if job.body.logprobs is None else logprobs[index].take(output.logprobs)
+                scores = job.logprobs(index, logprobs[index], output)
                 yield chunk(index, text, scores, None, None)
             if output.finish_reason is not None:
                 yield chunk(index, "", None, output.finish_reason, output.stop_reason)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from splash.core.request import TokenLogprob
@@ -31,18 +31,42 @@ class CompletionLogprobs:
 
     def take(self, logprobs: Iterable[TokenLogprob]) -> dict[str, list[Any]]:
         """The next tokens' log-probabilities. The chosen token is among its alternatives, likely or not."""
-        tokens, values, tops, offsets = [], [], [], []
+        piece: dict[str, list[Any]] = {name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
         for entry in logprobs:
-            text = token_text(self._tokenizer, entry.token)
+            self._add(piece, entry.token, entry, is_shown=not self._tokenizer.is_special(entry.token))
+        return piece
+
+    def take_prompt(self, prompt: Sequence[int], text: str, logprobs: Iterable[TokenLogprob]) -> dict[str, list[Any]]:
+        """The same for a prompt that is answered with its continuation.
+
+        Args:
+            prompt: token ids. The first follows nothing, so its log-probability is None.
+            text: what the answer shows of it. Special tokens may be part of it, or have been put around it.
+            logprobs: of the tokens after the first.
+        """
+        piece = self.take(())
+        for token, entry in zip(prompt, [None, *logprobs], strict=True):
+            special = self._tokenizer.is_special(token)
+            is_shown = not special or text.startswith(token_text(self._tokenizer, token), self._offset)
+            self._add(piece, token, entry, is_shown)
+        self._utf8.reset()
+        self._offset = len(text)
+        return piece
+
+    def _add(self, piece: dict[str, list[Any]], token: int, entry: TokenLogprob | None, is_shown: bool) -> None:
+        text = token_text(self._tokenizer, token)
+        piece["tokens"].append(text)
+        piece["text_offset"].append(self._offset)
+        if entry is None:
+            piece["token_logprobs"].append(None)
+            piece["top_logprobs"].append(None)
+        else:
             value = max(entry.logprob, _FLOOR)
-            tokens.append(text)
-            values.append(value)
-            top = {token_text(self._tokenizer, token): max(other, _FLOOR) for token, other in entry.top}
-            tops.append({**top, text: value})
-            offsets.append(self._offset)
-            if not self._tokenizer.is_special(entry.token):
-                self._offset += len(self._utf8.decode(self._tokenizer.token_bytes(entry.token)))
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+            top = {token_text(self._tokenizer, other): max(score, _FLOOR) for other, score in entry.top}
+            piece["token_logprobs"].append(value)
+            piece["top_logprobs"].append({**top, text: value})
+        if is_shown:
+            self._offset += len(self._utf8.decode(self._tokenizer.token_bytes(token)))
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:

@@ -73,6 +73,7 @@ class Choice:
 
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     num_output_tokens: int = 0
@@ -82,6 +83,7 @@ class Choice:
         """Add what a step brought."""
         self.text.append(output.text)
         self.logprobs.extend(output.logprobs)
+        self.prompt_logprobs += output.prompt_logprobs
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
         self.num_output_tokens = output.num_output_tokens
@@ -146,6 +148,7 @@ def fan_out(
     logprobs: int | None,
     grammar: str | None = None,
     visible: frozenset[int] = frozenset(),
+    prompt_logprobs: int | None = None,
 ) -> list[GenerationRequest]:
     """The engine's requests: `n` for each prompt, in order of prompts. Choice i samples with seed + i.
 
@@ -157,6 +160,7 @@ def fan_out(
         logprobs: alternatives a token to report, or None for no log-probabilities.
         grammar: what every output has to follow, None for nothing.
         visible: special tokens that output text shows.
+        prompt_logprobs: as `logprobs`, for the prompts.
 
     Raises:
         RequestError: a sampling parameter is out of range.
@@ -165,7 +169,7 @@ def fan_out(
     for number, prompt in enumerate(prompts):
         for sample in range(fields.n):
             index = number * fields.n + sample
-            params = fields.sampling(index, limits[number], logprobs, grammar)
+            params = fields.sampling(index, limits[number], logprobs, grammar, prompt_logprobs)
             id = f"{answer_id}-{index}"
             requests.append(GenerationRequest(id, tuple(prompt), params, fields.priority, visible))
     return requests

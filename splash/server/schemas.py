@@ -145,7 +145,12 @@ class SamplingFields(Model):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(
-        self, choice: int, max_tokens: int, logprobs: int | None, grammar: str | None = None
+        self,
+        choice: int,
+        max_tokens: int,
+        logprobs: int | None,
+        grammar: str | None = None,
+        prompt_logprobs: int | None = None,
     ) -> SamplingParams:
         """Parameters of the choice of that index: choices of one request differ by their seeds.
 
@@ -154,6 +159,7 @@ class SamplingFields(Model):
             max_tokens: most tokens to generate.
             logprobs: alternatives a token to report, or None for no log-probabilities.
             grammar: what the output has to follow, None for nothing.
+            prompt_logprobs: as `logprobs`, for the prompt.
 
         Raises:
             RequestError: a value is out of range.
@@ -178,6 +184,7 @@ class SamplingFields(Model):
             logprobs=logprobs,
             logit_bias=_biases(self.logit_bias),
             grammar=grammar,
+            prompt_logprobs=prompt_logprobs,
         )
         params.validate()
         return params
@@ -223,8 +230,6 @@ class CompletionRequest(SamplingFields):
         """
         if self.best_of is not None and self.best_of != self.n:
             raise RequestError("best_of", f"must equal n ({self.n}) or be left out, not {self.best_of}")
-        if self.echo and self.logprobs is not None:
-            raise RequestError("echo", "is not supported together with logprobs: prompt tokens are not scored")
 
 
 class LayoutRequest(Model):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,10 +15,10 @@ from hypothesis import strategies as st
 from splash.core.errors import RequestError
 from splash.core.layout import DP, KV, LAYOUTS, TP, Layout
 from splash.core.ownership import page_holders
-from splash.core.request import SamplingParams
+from splash.core.request import SamplingParams, TokenLogprob
 from splash.core.step import NO_SLOT, StepOutput, StepPlan
 from splash.scheduler.config import SchedulerConfig
-from splash.scheduler.owners import choose_owner
+from splash.scheduler.owners import owners_with_room
 from splash.scheduler.prefix_cache import PrefixCache
 from splash.scheduler.request import Progress
 from splash.scheduler.scheduler import Scheduler
@@ -39,6 +40,7 @@ class FakeGroup:
     tables: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
     owners: dict[int, int] = field(default_factory=dict)
     memory: dict[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)  # (rank, slot, offset) -> history
+    prompts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     next_step: int = 0
 
     def run(self, plan: StepPlan) -> StepOutput:
@@ -53,12 +55,14 @@ class FakeGroup:
         for new in plan.new:
             assert new.id not in self.history
             self.history[new.id] = list(new.prompt)
+            self.prompts[new.id] = new.prompt
         queries = plan.queries
         assert queries
         assert [query.owner for query in queries] == sorted(query.owner for query in queries)
         assert len({query.request for query in queries}) == len(queries)
         assert sum(len(query.tokens) for query in queries) <= config.max_batched_tokens
         sampled: dict[int, int] = {}
+        scores: list[tuple[int, int, tuple[TokenLogprob, ...]]] = []
         for query in queries:
             id, end = query.request, query.start + len(query.tokens)
             is_new = id not in self.tables
@@ -77,6 +81,10 @@ class FakeGroup:
             rule = page_holders(np.arange(len(table)), np.full(len(table), query.owner), self.layout, ranks)
             assert ((np.array(table) != NO_SLOT) == rule).all()
             self._compute(id, query.start, end)
+            if query.score:
+                tokens = self.prompts[id][query.start + 1 : end + 1]
+                found = tuple(TokenLogprob(token, -float(query.start + 1 + i)) for i, token in enumerate(tokens))
+                scores.append((id, query.start + 1, found))
             if query.sample:
                 sampled[id] = self.rng.randrange(VOCABULARY)
                 self.history[id].append(sampled[id])
@@ -85,7 +93,10 @@ class FakeGroup:
             used = [page[rank] for table in self.tables.values() for page in table if page[rank] != NO_SLOT]
             assert len(used) == len(set(used)) or config.prefix_cache
             assert all(0 <= slot < total for slot in used)
-        return StepOutput(plan.step, plan.epoch, tuple(sampled), tuple(sampled.values()), (None,) * len(sampled))
+        logprobs = (None,) * len(sampled)
+        return StepOutput(
+            plan.step, plan.epoch, tuple(sampled), tuple(sampled.values()), logprobs, scores=tuple(scores)
+        )
 
     def _compute(self, id: int, start: int, end: int) -> None:
         """Store what each row makes of all before it, and see that what it reads is that and nothing else."""
@@ -153,6 +164,7 @@ def greedy(**fields: object) -> SamplingParams:
     return SamplingParams(temperature=0.0, **{"ignore_eos": True, **fields})
 
 
+@mock.patch("splash.scheduler.chunks.MAX_SCORED_ROWS", 3)
 @settings(max_examples=150)
 @given(
     layout=st.sampled_from(sorted(LAYOUTS)).map(LAYOUTS.__getitem__),
@@ -208,6 +220,7 @@ def test_every_request_gets_what_it_asked_for(
                 min_tokens=rng.randint(0, max_tokens),
                 ignore_eos=rng.random() < 0.5,
                 stop_token_ids=tuple(rng.sample(range(1, VOCABULARY), rng.randint(0, 2))),
+                prompt_logprobs=0 if rng.random() < 0.3 else None,
             )
             try:
                 scheduler.add(id, prompt, params, id, rng.randrange(num_priorities))
@@ -229,6 +242,8 @@ def test_every_request_gets_what_it_asked_for(
         for request in running:
             load[request.held.owner] += len(request.tokens)
         assert scheduler.tokens_per_rank == [load[rank] for rank in range(len(slots))]
+        scored = [len(query.tokens) for query in plan.queries if query.score]
+        assert not scored or sum(scored) < 3 + len(scored)
         maybe_abort()
         for progress in scheduler.apply(group.run(plan)):
             assert progress.id not in aborted
@@ -246,6 +261,9 @@ def test_every_request_gets_what_it_asked_for(
             assert all(progress.finish_reason is None for progress in got)
             continue
         *early, last = got
+        wanted = range(1, num_prompt) if params.prompt_logprobs is not None else ()
+        assert [entry.logprob for entry in got[0].prompt_logprobs] == [-position for position in wanted]
+        assert not any(progress.prompt_logprobs for progress in got[1:])
         max_tokens = min(params.max_tokens, max_model_len - num_prompt)
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
         assert all(progress.finish_reason is None for progress in early)
@@ -441,7 +459,7 @@ def test_owners_are_balanced_in_every_layout(layout: Layout) -> None:
 
 def test_owner_is_the_least_loaded_rank_that_has_room() -> None:
     pool = PrefixCache(DP, [np.arange(4), np.arange(9), np.arange(9), np.arange(7)])
-    assert choose_owner(pool, [0, 5, 5, 9], 3, 4) == 0
-    assert choose_owner(pool, [0, 5, 5, 9], 3, 5) == 1
-    assert choose_owner(pool, [9, 9, 9, 9], 3, 4) == 1
-    assert choose_owner(pool, [9, 9, 9, 9], 3, 10) is None
+    assert next(owners_with_room(pool, [0, 5, 5, 9], 3, 4), None) == 0
+    assert next(owners_with_room(pool, [0, 5, 5, 9], 3, 5), None) == 1
+    assert next(owners_with_room(pool, [9, 9, 9, 9], 3, 4), None) == 1
+    assert next(owners_with_room(pool, [9, 9, 9, 9], 3, 10), None) is None

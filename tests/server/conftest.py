@@ -188,7 +188,12 @@ class ScriptedEngine:
             if params.logprobs is not None:
                 top = tuple((token + i, -0.5 * (i + 1)) for i in range(params.logprobs))
                 scores = (TokenLogprob(token, -0.5, top),)
-            yield RequestOutput(request.id, (token,), piece, scores, finish, stop, len(prompt), count)
+            scored: tuple[TokenLogprob, ...] = ()
+            if count == 1 and (num := params.prompt_logprobs) is not None:
+                scored = tuple(TokenLogprob(t, -0.25, tuple((t + i, -0.25) for i in range(num))) for t in prompt[1:])
+            yield RequestOutput(
+                request.id, (token,), piece, scores, finish, stop, len(prompt), count, prompt_logprobs=scored
+            )
             if finish is not None:
                 return
 

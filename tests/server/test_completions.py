@@ -117,6 +117,23 @@ def test_logprobs(served: Any, logprobs: int) -> None:
     assert scores.text_offset == sorted(scores.text_offset)
 
 
+def test_a_prompt_is_scored_with_its_echo(served: Any) -> None:
+    text = "<|user|>hé the fox"
+    tokens = served.engine.tokenizer.encode(text)
+    for prompt in (text, tokens):
+        choice = complete(served, prompt=prompt, echo=True, logprobs=1, max_tokens=2).choices[0]
+        scores = choice.logprobs
+        assert len(scores.tokens) == len(tokens) + 2
+        assert scores.token_logprobs == [None] + [-0.25] * (len(tokens) - 1) + [-0.5] * 2
+        assert scores.top_logprobs[0] is None
+        assert scores.text_offset[:2] == [0, len("<|user|>")]
+        assert scores.text_offset[len(tokens)] == len(text)
+        assert choice.text.startswith(text)
+        assert served.engine.requests[-1].params.prompt_logprobs == 1
+    assert complete(served, logprobs=1).choices[0].logprobs.token_logprobs[0] == -0.5
+    assert served.engine.requests[-1].params.prompt_logprobs is None
+
+
 def test_sampling_parameters_reach_the_engine(served: Any) -> None:
     extra = {
         "top_k": -1,

@@ -86,7 +86,6 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, {"prompt": "a", "stop": ["\ud800"]}, "stop.0", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "logprobs": True}, "logprobs", "invalid_value"),
-    (COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": 1}, "echo", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of", "invalid_value"),
     (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "unsupported_parameter"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"five": 1}}, "logit_bias", "invalid_value"),

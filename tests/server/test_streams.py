@@ -69,7 +69,8 @@ def test_completions(
     body = {
         "prompt": [prompt, "the"],
         **body,
-        **({"echo": True} if logprobs is None and echo else {"logprobs": logprobs}),
+        "echo": echo,
+        "logprobs": logprobs,
     }
     whole = served.http.post("/v1/completions", json=body).json()
     events = events_of(served, "/v1/completions", body)
