@@ -1,16 +1,22 @@
-"""The live page in a real browser, over a real server with the model that ships."""
+"""The live page and its feed over a real server with the model that ships; the page in a real browser."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
+import numpy as np
 import pytest
 
+from splash.core.layout import LAYOUTS
+from splash.core.ownership import page_holders
 from tests.browser import Page, browsing, find_chromium
 from tests.cpu.test_serve import Process, serving
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 SERVING = "document.querySelector('.card.current h3')?.firstChild.textContent"
 
@@ -33,6 +39,38 @@ def page(server: Process) -> Iterator[Page]:
         yield tab
 
 
+def look(http: httpx.Client, settled: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """The feed once something is true of it: what it shows may be a moment old."""
+    deadline = time.monotonic() + 30
+    while not settled(live := http.get("/live").json()):
+        assert time.monotonic() < deadline, live["picture"]
+    return live
+
+
+def test_the_feed_shows_what_runs(server: Process) -> None:
+    with httpx.Client(base_url=server.url, headers={"authorization": "Bearer boss"}, timeout=60) as http:
+        body = {"model": "scribe", "prompt": [20] * 150, "max_tokens": 500, "ignore_eos": True, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            next(lines)  # it runs
+            for name in ("dp", "dcp"):
+                assert http.post("/layout", json={"layout": name}).json()["status"] == "committed"
+                live = look(http, lambda live, name=name: live["picture"]["layout"] == name)
+                (request,) = live["picture"]["running"]
+                assert request["prompt_tokens"] == 150
+                numbers = np.arange(len(request["holders"]))
+                rule = page_holders(numbers, np.full(len(numbers), request["owner"]), LAYOUTS[name], 2)
+                assert [[mask & 1, mask >> 1] for mask in request["holders"]] == rule.astype(int).tolist()
+                assert [sum(rank["requests"]) for rank in live["picture"]["ranks"]] == rule.sum(axis=0).tolist()
+            assert sum(line.startswith("data: {") for line in lines) >= 1  # and to its end
+        assert http.post("/layout", json={"layout": "tp"}).json()["status"] == "committed"
+        live = look(http, lambda live: live["picture"]["layout"] == "tp" and not live["picture"]["running"])
+    assert live["load"]["running"] == 0
+    assert sum(sample["output_tokens"] for sample in live["samples"]) == 500
+    assert {"dp", "dcp"} <= set(live["step_times"]) and live["step_times"]["dcp"]["step_ms"] > 0
+    assert [(event["from"], event["to"]) for event in live["events"]][:2] == [("tp", "dp"), ("dp", "dcp")]
+
+
 def sign_in(page: Page, key: str) -> None:
     """Answer the dialog that asks for a key."""
     page.wait("document.querySelector('#key-dialog').open")
@@ -41,6 +79,7 @@ def sign_in(page: Page, key: str) -> None:
     page.wait("document.querySelectorAll('.card').length === 5 && document.querySelectorAll('.rank').length === 2")
 
 
+@pytest.mark.browser
 def test_an_admin_watches_prompts_and_switches(page: Page) -> None:
     sign_in(page, "boss")
     assert page.value(SERVING) == "tp"
@@ -65,6 +104,7 @@ def test_an_admin_watches_prompts_and_switches(page: Page) -> None:
     assert len(page.problems) == 1 and "401" in page.problems[0], page.problems  # before there was a key
 
 
+@pytest.mark.browser
 def test_running_requests_are_drawn_where_they_are(page: Page) -> None:
     sign_in(page, "user")
     page.value("document.querySelector('#tokens').value = 400; document.querySelector('#mode').value = 'text'")
@@ -80,12 +120,14 @@ def test_running_requests_are_drawn_where_they_are(page: Page) -> None:
     page.wait("document.querySelector('#running').textContent.startsWith('Nothing runs')")
 
 
+@pytest.mark.browser
 def test_who_may_not_switch_has_no_buttons_for_it(page: Page) -> None:
     sign_in(page, "user")
     assert page.value("document.querySelector('#controls').hidden")
     assert page.value("[...document.querySelectorAll('.card button')].every(button => button.hidden)")
 
 
+@pytest.mark.browser
 @pytest.mark.parametrize("dark", [True, False], ids=["dark", "light"])
 @pytest.mark.parametrize("width", [1400, 390])
 def test_it_fits_and_can_be_read(page: Page, width: int, dark: bool, tmp_path: Path) -> None:
