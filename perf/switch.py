@@ -104,6 +104,9 @@ class TimedExecutor(Executor):
     def check(self) -> None:
         self._inner.check()
 
+    def restart(self, layout: str) -> None:
+        self._inner.restart(layout)
+
     def close(self) -> None:
         self._inner.close()
 

@@ -119,6 +119,11 @@ class AsyncEngine:
         """Name of the platform."""
         return self._started.hardware
 
+    @property
+    def restarting(self) -> bool:
+        """Whether the ranks are being started anew; requests wait meanwhile."""
+        return self._started.restarting
+
     def stats(self) -> EngineStats:
         """A snapshot of load and memory."""
         return self._started.stats()

@@ -15,6 +15,7 @@ from splash.engine.config import EngineConfig
 from splash.engine.executor import LocalGroup
 from splash.engine.loop import Loop
 from splash.engine.outputs import GenerationRequest, RequestOutput
+from splash.engine.restarts import Restarts
 from splash.engine.text import OutputText
 from splash.engine.tokenizer import Tokenizer
 from splash.model.config import ModelConfig, check_servable, load_model_config, resolve_model_path
@@ -43,6 +44,7 @@ class EngineStats:
     free_pages: tuple[int, ...]
     total_pages: tuple[int, ...]
     preemptions: int
+    restarts: int
     steps: int
     prefix_queried_tokens: int
     prefix_hit_tokens: int
@@ -148,6 +150,7 @@ class Engine:
             geometry,
             staging_bytes=int(config.switch_staging_mib * MIB),
             step_bytes=int(config.switch_copy_mib * MIB),
+            restarts=Restarts(config.max_restarts, config.restart_window_s, progress),
         )
         self.scheduler, self.switcher = self.loop.scheduler, self.loop.switcher
         progress(
@@ -200,8 +203,17 @@ class Engine:
         return self.switcher.request(parse_layout(layout), method, rebalance, done)
 
     def check(self) -> None:
-        """Raise `WorkerError` if a rank has died while nothing runs."""
+        """See that the ranks are alive while nothing runs, and start them anew if they are not.
+
+        Raises:
+            WorkerError: the group died once too often; the engine can only be closed.
+        """
         self.loop.check()
+
+    @property
+    def restarting(self) -> bool:
+        """Whether the ranks are being started anew. Any thread may ask."""
+        return self.loop.restarts.under_way
 
     @property
     def hardware(self) -> str:
@@ -256,7 +268,7 @@ class Engine:
         """Finish the step in flight, begin the next one, and return what the finished one brought.
 
         Raises:
-            WorkerError: the group died; the engine can only be closed.
+            WorkerError: the group died once too often; the engine can only be closed.
         """
         progress = self.loop.step()
         outputs, self._aborted = self._aborted, []
@@ -301,6 +313,7 @@ class Engine:
             free_pages=tuple(self.scheduler.pool.num_free),
             total_pages=tuple(self.scheduler.pool.num_total),
             preemptions=self.scheduler.num_preemptions,
+            restarts=self.loop.restarts.num_restarts,
             steps=self.loop.num_steps,
             prefix_queried_tokens=self.scheduler.num_queried,
             prefix_hit_tokens=self.scheduler.num_hit,

@@ -34,17 +34,16 @@ class LocalGroup:
         self._timeout_s = config.step_timeout_s
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
-        self._poller = select.poll()
-        self._rank_of: dict[int, int] = {}
         self._config = config
         self._model_path = model_path
         self._platform = platform
         self._ranks = ranks
         self._geometry = geometry
         self._handle = platform.create_group(ranks, geometry.spec.num_layers, geometry)
+        self._max_model_len = 0
 
     def start(self, max_model_len: int) -> list[int]:
-        """Start the ranks and wait until all are ready.
+        """Start the ranks in the configuration's layout and wait until all are ready.
 
         Returns:
             bytes of weights outside the arenas, by rank.
@@ -52,9 +51,22 @@ class LocalGroup:
         Raises:
             SplashError: what a rank failed with, of the same class.
         """
+        self._max_model_len = max_model_len
+        return self._start(self._config.layout)
+
+    def restart(self, layout: str) -> None:
+        for process in self._processes:
+            process.kill()
+        self.close()
+        self._handle = self._platform.create_group(self._ranks, self._geometry.spec.num_layers, self._geometry)
+        self._start(layout)
+
+    def _start(self, layout: str) -> list[int]:
+        self._poller = select.poll()
+        self._rank_of: dict[int, int] = {}
         try:
             for rank in range(self._ranks):
-                self._spawn(rank, max_model_len)
+                self._spawn(rank, layout)
             ready: dict[int, int] = {}
             deadline = time.monotonic() + START_TIMEOUT_S
             while len(ready) < self._ranks:
@@ -68,7 +80,7 @@ class LocalGroup:
             raise
         return [ready[rank] for rank in range(self._ranks)]
 
-    def _spawn(self, rank: int, max_model_len: int) -> None:
+    def _spawn(self, rank: int, layout: str) -> None:
         ours, theirs = socket.socketpair()
         environment = {**os.environ, **self._platform.rank_environment(self._ranks)}
         with theirs:
@@ -93,10 +105,10 @@ class LocalGroup:
                 group=dict(self._handle.info),
                 model=self._model_path,
                 dtype=config.dtype,
-                layout=config.layout,
+                layout=layout,
                 page_size=config.page_size,
                 num_slots=self._geometry.num_slots,
-                max_model_len=max_model_len,
+                max_model_len=self._max_model_len,
                 collective_timeout_s=self._timeout_s * COLLECTIVE_SHARE,
             )
         )

@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from splash.core.errors import WorkerError
 from splash.core.memory import ArenaGeometry
 from splash.core.request import SamplingParams
 from splash.engine.messages import Result, Run
+from splash.engine.restarts import Restarts
 from splash.engine.switching import Switcher
 from splash.scheduler.request import Progress
 from splash.scheduler.scheduler import Scheduler
@@ -24,11 +26,18 @@ class Executor(Protocol):
         """Wait for the step that was submitted.
 
         Raises:
-            WorkerError: a rank died, failed or hung; the executor can only be closed after that.
+            WorkerError: a rank died, failed or hung; the executor can only be restarted or closed after that.
         """
 
     def check(self) -> None:
         """Raise `WorkerError` if a rank has died while no step is in flight."""
+
+    def restart(self, layout: str) -> None:
+        """End the ranks, whatever they do, and start them anew in `layout`. They know of nothing.
+
+        Raises:
+            SplashError: as at the first start.
+        """
 
     def close(self) -> None:
         """End everything that the executor started. Idempotent."""
@@ -37,15 +46,20 @@ class Executor(Protocol):
 class Loop:
     """Serves numbered requests, at most one step in flight. Not thread-safe: one thread calls everything.
 
+    When a rank dies, fails or hangs, all are started anew in the layout that served last, and every live request is
+    computed again from its tokens: nobody sees more of it than a pause. A switch under way has failed then.
+
     Args:
         scheduler: decides what a step computes; its pool says in which layout serving begins.
         executor: carries steps out. Closed with `close`.
         geometry: of the arenas.
         staging_bytes: most that a rank may stage for one layer of a switch.
         step_bytes: most that a rank copies ahead of a switch after one step.
+        restarts: how often ranks that died are started anew; None never does.
         clock: the time in seconds, from any origin.
 
     Attributes:
+        restarts: counts the restarts.
         switcher: takes switches of layout from request to record.
         num_steps: steps that have run.
     """
@@ -57,11 +71,13 @@ class Loop:
         geometry: ArenaGeometry,
         staging_bytes: int,
         step_bytes: int,
+        restarts: Restarts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.switcher = Switcher(scheduler, geometry, staging_bytes, step_bytes, clock)
+        self.restarts = restarts or Restarts(most=0, window_s=1.0)
         self.num_steps = 0
         self._in_flight = False
 
@@ -91,26 +107,42 @@ class Loop:
         """Finish the step in flight, begin the next one, and return what the finished one brought.
 
         Raises:
-            WorkerError: the group died; the loop can only be closed.
+            WorkerError: the group died once too often; the loop can only be closed.
         """
         progress: list[Progress] = []
-        if self._in_flight:
-            result = self.executor.collect()
-            self._in_flight = False
-            ran = result.switch is None or self.switcher.settle(result.switch)
-            if ran and result.output is not None:
-                progress = self.scheduler.apply(result.output)
-                self.num_steps += 1
-        run = self.switcher.next_run()
-        if run is not None:
-            self.executor.submit(run)
-            self._in_flight = True
+        try:
+            if self._in_flight:
+                result = self.executor.collect()
+                self._in_flight = False
+                ran = result.switch is None or self.switcher.settle(result.switch)
+                if ran and result.output is not None:
+                    progress = self.scheduler.apply(result.output)
+                    self.num_steps += 1
+            run = self.switcher.next_run()
+            if run is not None:
+                self.executor.submit(run)
+                self._in_flight = True
+        except WorkerError as error:
+            self._recover(error)
         return progress
 
     def check(self) -> None:
-        """Raise `WorkerError` if a rank has died while nothing runs."""
+        """See that the ranks are alive while nothing runs, and start them anew if they are not.
+
+        Raises:
+            WorkerError: the group died once too often; the loop can only be closed.
+        """
         if not self._in_flight:
-            self.executor.check()
+            try:
+                self.executor.check()
+            except WorkerError as error:
+                self._recover(error)
+
+    def _recover(self, error: WorkerError) -> None:
+        self._in_flight = False
+        self.switcher.lose(f"{error}; the ranks are started anew")
+        self.scheduler.start_over()
+        self.restarts.run(error, lambda: self.executor.restart(self.layout))
 
     def close(self) -> None:
         """End what the executor started. Idempotent."""

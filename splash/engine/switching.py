@@ -347,6 +347,16 @@ class Switcher:
         self._end("committed", record.reason)
         return True
 
+    def lose(self, reason: str) -> None:
+        """The ranks have died, whose memory is lost: the switch under way has failed, and `layout` is as before it."""
+        active = self._active
+        if active is None:
+            return
+        if active.before is not None:
+            self._scheduler.retract(active.before)
+            active.before = None
+        self._end("failed", reason)
+
     def _recompute(self, active: _Active) -> None:
         """The cache is lost. Go on in a layout whose weights are sure to be whole, and compute all requests again."""
         self._scheduler.preempt_all()

@@ -15,7 +15,7 @@ from splash.server.answers import Models, ServedModel, documented
 from splash.server.auth import BearerAuth
 from splash.server.chat import chat_router
 from splash.server.completions import completions_router
-from splash.server.errors import ERRORS, install_handlers, model_not_found
+from splash.server.errors import ERRORS, engine_restarting, install_handlers, model_not_found
 from splash.server.layout import layout_router
 from splash.server.middleware import REQUEST_ID, BodyLimit, RequestIds, SameOrigin
 from splash.server.requests import Service, answer
@@ -111,8 +111,10 @@ def _state_router(service: Service) -> APIRouter:
 
     @router.get("/ready")
     async def ready() -> Response:
-        """200 once requests are served."""
+        """200 while requests are served; 503 while the model loads, the ranks are replaced or the server stops."""
         service.check_ready()
+        if engine.restarting:
+            raise engine_restarting()
         return answer({"status": "ready"})
 
     @router.get("/version")

@@ -130,6 +130,13 @@ def engine_loading() -> ApiError:
     )
 
 
+def engine_restarting() -> ApiError:
+    """Ranks have died and are being replaced. Requests are taken all the same, and wait."""
+    return ApiError(
+        503, "the ranks are being started anew", type="server_error", code="restarting", headers={"Retry-After": "5"}
+    )
+
+
 def grammar_failed(reason: str) -> ApiError:
     """The output could not be kept to the format asked for. Nobody else's output is affected."""
     return ApiError(400, f"the output cannot be kept to the format asked for: {reason}", code="grammar_failed")

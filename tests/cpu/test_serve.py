@@ -391,7 +391,7 @@ def test_stopping_under_load_tells_clients_and_leaves_no_process(checkpoint: Pat
 
 @pytest.mark.parametrize("load", [False, True])
 def test_a_dead_rank_ends_the_server_with_an_error(checkpoint: Path, load: bool) -> None:
-    with serving(f"model.path={checkpoint}", "ranks=2") as running:
+    with serving(f"model.path={checkpoint}", "ranks=2", "max_restarts=0") as running:
         members = family(running.process.pid)
         ranks = [pid for pid in members if b"splash.engine.worker" in cmdline(pid)]
         assert len(ranks) == 2, list(map(cmdline, members))
@@ -411,6 +411,29 @@ def test_a_dead_rank_ends_the_server_with_an_error(checkpoint: Path, load: bool)
         assert running.process.wait(STOP_TIMEOUT_S) == 1, running.lines
         assert any(line.startswith("splash: the engine died") for line in running.lines), running.lines
         assert not any(map(alive, members))
+
+
+def test_a_dead_rank_is_replaced_under_a_stream(checkpoint: Path) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 600, "temperature": 0, "ignore_eos": True}
+    with serving(f"model.path={checkpoint}", "ranks=2", "max_restarts=1") as running:
+        whole = httpx.post(f"{running.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
+        members = family(running.process.pid)
+        ranks = [pid for pid in members if b"splash.engine.worker" in cmdline(pid)]
+        with running.client() as client:
+            chunks = client.completions.create(
+                model="base", prompt=PROMPT, max_tokens=600, temperature=0, stream=True, extra_body={"ignore_eos": True}
+            )
+            pieces = [next(chunks).choices[0].text]
+            os.kill(ranks[0], signal.SIGKILL)
+            for status in iter(lambda: httpx.get(f"{running.url}/ready", timeout=60).status_code, 503):
+                assert status == 200
+            for status in iter(lambda: httpx.get(f"{running.url}/ready", timeout=60).status_code, 200):
+                assert status == 503
+            pieces += [chunk.choices[0].text for chunk in chunks]
+        assert "".join(pieces) == whole
+        assert running.health()["restarts"] == 1
+        assert any("rank 0 was killed by signal 9; starting the ranks anew" in line for line in running.lines)
+        assert not any(map(alive, ranks))
 
 
 def healthy(server: Process) -> bool:

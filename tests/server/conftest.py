@@ -93,6 +93,7 @@ class ScriptedEngine:
     ranks: int = 4
     hardware: str = "cpu"
     error: SplashError | None = None
+    restarting: bool = False
     requests: list[GenerationRequest] = field(default_factory=list)
     live: set[str] = field(default_factory=set)
     hanging: threading.Event = field(default_factory=threading.Event)

@@ -24,6 +24,15 @@ def test_models_and_state(served: Any) -> None:
     assert {"/v1/completions", "/layout", "/layout/history", "/layout/switch"} <= set(paths)
 
 
+def test_not_ready_while_ranks_are_replaced_but_requests_are_taken(served: Any) -> None:
+    served.engine.restarting = True
+    response = served.http.get("/ready")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "restarting")
+    assert response.headers["retry-after"] == "5"
+    assert served.http.get("/health").status_code == 200
+    assert served.http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 1}).status_code == 200
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_client_that_leaves_a_stream_aborts_its_requests(served: Any, n: int) -> None:
     with served.http.stream("POST", "/v1/completions", json={**HANG, "stream": True, "n": n, "echo": True}) as response:
