@@ -164,7 +164,7 @@ def greedy(**fields: object) -> SamplingParams:
     return SamplingParams(temperature=0.0, **{"ignore_eos": True, **fields})
 
 
-@mock.patch("splash.scheduler.scheduler.MAX_SCORED_ROWS", 3)
+@mock.patch("splash.scheduler.queries.MAX_SCORED_ROWS", 3)
 @settings(max_examples=150)
 @given(
     layout=st.sampled_from(sorted(LAYOUTS)).map(LAYOUTS.__getitem__),
