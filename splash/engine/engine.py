@@ -14,6 +14,7 @@ from splash.core.spec import DTYPE_BYTES, kv_format
 from splash.engine.config import EngineConfig
 from splash.engine.executor import LocalGroup
 from splash.engine.loop import Loop
+from splash.engine.metrics import EngineMetrics, RequestTimes
 from splash.engine.outputs import GenerationRequest, RequestOutput
 from splash.engine.restarts import Restarts
 from splash.engine.text import OutputText
@@ -57,6 +58,7 @@ class _Live:
     request: GenerationRequest
     number: int
     text: OutputText
+    times: RequestTimes
     num_output: int = 0
     num_cached: int = 0
 
@@ -92,6 +94,7 @@ class Engine:
     Attributes:
         loop: serves token ids by request number.
         scheduler, switcher: those of the loop.
+        metrics: counts and times.
     """
 
     def __init__(self, config: EngineConfig, progress: Callable[[str], None] = lambda line: None) -> None:
@@ -157,6 +160,8 @@ class Engine:
             f"weights loaded: {sum(weights) / GIB:.3f} GiB beside the arenas over {self.ranks} ranks; "
             f"ready in {time.monotonic() - started:.1f} s"
         )
+        self.metrics = EngineMetrics()
+        self.loop.on_step, self.switcher.on_end = self.metrics.step, self.metrics.switched
         self._seed = config.seed
         self._next_number = 0
         self._live: dict[int, _Live] = {}
@@ -248,7 +253,7 @@ class Engine:
         text = OutputText(
             self.tokenizer, request.prompt, request.params.stop, request.params.min_tokens, request.visible
         )
-        self._live[number] = _Live(request, number, text)
+        self._live[number] = _Live(request, number, text, RequestTimes(request.arrived))
 
     def abort(self, request_id: str) -> None:
         """Stop a request; its last output says "abort". Unknown and finished requests are passed over."""
@@ -256,7 +261,7 @@ class Engine:
         if number is not None:
             live = self._live[number]
             self.loop.abort(number)
-            self._forget(live)
+            self._forget(live, "abort", time.monotonic())
             self._aborted.append(live.output(text=live.text.finish(), finish_reason="abort"))
 
     @property
@@ -272,20 +277,26 @@ class Engine:
         """
         progress = self.loop.step()
         outputs, self._aborted = self._aborted, []
+        now = time.monotonic()
+        for number in self.loop.begun:
+            live = self._live.get(number)
+            if live is not None:
+                self.metrics.start(live.times, len(live.request.prompt), now)
         for item in progress:
             live = self._live.get(item.id)
             if live is not None:
-                outputs.append(self._advance(live, item))
+                outputs.append(self._advance(live, item, now))
         return outputs
 
-    def _advance(self, live: _Live, item: Progress) -> RequestOutput:
+    def _advance(self, live: _Live, item: Progress, now: float) -> RequestOutput:
         """Turn one new token into an output, ending the request where a stop string says so."""
         live.num_cached = item.num_cached
         reason = item.finish_reason
         if reason == "error":
-            self._forget(live)
+            self._forget(live, reason, now)
             return live.output(text=live.text.finish(), finish_reason=reason, stop_reason=item.stop_reason)
         live.num_output += 1
+        self.metrics.token(live.times, now)
         stop_reason: str | int | None = item.stop_reason
         # The token that ended the request is not part of its text.
         text, stop_string = ("", None) if reason == "stop" else live.text.push((item.token,))
@@ -296,11 +307,12 @@ class Engine:
         elif reason is not None:
             text += live.text.finish()
         if reason is not None:
-            self._forget(live)
+            self._forget(live, reason, now)
         logprobs = () if item.logprob is None else (item.logprob,)
         return live.output((item.token,), text, logprobs, reason, stop_reason, item.prompt_logprobs)
 
-    def _forget(self, live: _Live) -> None:
+    def _forget(self, live: _Live, reason: str, now: float) -> None:
+        self.metrics.finish(live.times, reason, len(live.request.prompt), live.num_output, now)
         del self._live[live.number]
         del self._numbers[live.request.id]
 

@@ -62,6 +62,8 @@ class Loop:
         restarts: counts the restarts.
         switcher: takes switches of layout from request to record.
         num_steps: steps that have run.
+        begun: requests that the step which `step` began is the first to compute.
+        on_step: called with the layout, the seconds from order to output, and the rows of each step that has run.
     """
 
     def __init__(
@@ -79,6 +81,10 @@ class Loop:
         self.switcher = Switcher(scheduler, geometry, staging_bytes, step_bytes, clock)
         self.restarts = restarts or Restarts(most=0, window_s=1.0)
         self.num_steps = 0
+        self.begun: list[int] = []
+        self.on_step: Callable[[str, float, int], None] = lambda layout, seconds, rows: None
+        self._clock = clock
+        self._sent = (0.0, "", 0)  # when the step in flight was sent, its layout and rows
         self._in_flight = False
 
     @property
@@ -118,8 +124,13 @@ class Loop:
                 if ran and result.output is not None:
                     progress = self.scheduler.apply(result.output)
                     self.num_steps += 1
+                    sent, layout, rows = self._sent
+                    self.on_step(layout, self._clock() - sent, rows)
             run = self.switcher.next_run()
+            self.begun = [] if run is None else [new.id for new in run.plan.new]
             if run is not None:
+                rows = sum([len(query.tokens) for query in run.plan.queries])
+                self._sent = (self._clock(), run.plan.layout, rows)
                 self.executor.submit(run)
                 self._in_flight = True
         except WorkerError as error:

@@ -130,7 +130,7 @@ class Sampler:
         Rows beyond the prompt's end have none.
         """
         state = self._states[id]
-        tokens = state.prompt[position : position + len(logits_nV)]
+        tokens = state.new.prompt[position : position + len(logits_nV)]
         if not tokens:
             return ()
         assert state.params.prompt_logprobs is not None

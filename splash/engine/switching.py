@@ -44,6 +44,7 @@ class _Active:
     commit_next: bool = False
     before: Rebase | None = None
     planned: Planned | None = None
+    asked_at: float = 0.0
 
 
 class Switcher:
@@ -59,6 +60,7 @@ class Switcher:
     Attributes:
         layout: the layout that steps run in.
         history: the switches that have ended, oldest first.
+        on_end: called with the record of each that ends, and the seconds since it was asked for.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Switcher:
         self._num_switches = 0
         self.layout = scheduler.pool.layout
         self.history: deque[SwitchRecord] = deque(maxlen=HISTORY)
+        self.on_end: Callable[[SwitchRecord, float], None] = lambda record, seconds: None
 
     @property
     def active(self) -> SwitchRecord | None:
@@ -104,7 +107,7 @@ class Switcher:
         check_layout(target, self._geometry.spec.num_heads, self._geometry.ranks)
         self._num_switches += 1
         record = SwitchRecord(id=self._num_switches, source=self.layout.name, target=target.name, asked=method)
-        active = _Active(record, target, rebalance, done)
+        active = _Active(record, target, rebalance, done, asked_at=self._clock())
         reason = f"by switch {record.id}, to {target}"
         if self.committing:
             if self._queued is not None:
@@ -380,4 +383,5 @@ class Switcher:
     def _close(self, active: _Active, status: str, reason: str) -> None:
         active.record.status, active.record.reason = status, reason
         self.history.append(active.record)
+        self.on_end(active.record, self._clock() - active.asked_at)
         active.done(active.record)

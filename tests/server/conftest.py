@@ -23,6 +23,8 @@ from tokenizers import Tokenizer as Backend
 from splash.core.errors import ConfigError, SplashError, WorkerError
 from splash.core.layout import check_layout, parse_layout
 from splash.core.request import TokenLogprob
+from splash.engine.engine import EngineStats
+from splash.engine.metrics import EngineMetrics
 from splash.engine.outputs import GenerationRequest, RequestOutput
 from splash.engine.text import OutputText
 from splash.engine.tokenizer import Tokenizer
@@ -66,14 +68,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return train_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-@dataclass(frozen=True)
-class Stats:
-    """The load that the server reports."""
-
-    running: int
-    waiting: int
-
-
 @dataclass
 class ScriptedEngine:
     """Has the interface of `AsyncEngine`. Output token i is prompt token i, over and over, up to max_tokens.
@@ -103,6 +97,7 @@ class ScriptedEngine:
     active_switch: SwitchRecord | None = None
     rebalanced: list[int] = field(default_factory=list)  # ids of the switches asked to
     script: str | None = None
+    metrics: EngineMetrics = field(default_factory=EngineMetrics)
 
     def __post_init__(self) -> None:
         spec = SimpleNamespace(vocab_size=self.tokenizer.vocab_size + 10, num_heads=6)
@@ -110,8 +105,9 @@ class ScriptedEngine:
         self._num_switches = 0
         self._switch_ended = asyncio.Event()
 
-    def stats(self) -> Stats:
-        return Stats(running=len(self.live), waiting=0)
+    def stats(self) -> EngineStats:
+        pages = (8,) * self.ranks
+        return EngineStats(self.layout, len(self.live), 0, pages, pages, 0, 0, 0, 0, 0)
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
         if self.error is not None:
