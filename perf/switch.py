@@ -96,8 +96,9 @@ class TimedExecutor(Executor):
         now, run = time.perf_counter(), self._run
         assert run is not None
         rows = sum(len(query.tokens) for query in run.plan.queries)
-        times = now - self._sent, now - self._done
-        self.steps.append(StepTime(*times, rows, run.switch is not None, run.ahead is not None))
+        self.steps.append(
+            StepTime(now - self._sent, now - self._done, rows, run.switch is not None, run.ahead is not None)
+        )
         self._done = now
         return result
 
@@ -417,9 +418,7 @@ def print_tables(run: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         for way in (way for way in WAYS if moving and way in moving[0]):
             mean, blocking = (statistics.fmean(row[w]["added_ms"]["p50"] for row in moving) for w in (way, WAYS[0]))
             below = f", {1 - mean / blocking:.0%} below blocking" if way != WAYS[0] else ""
-            console.print(
-                f" {way} adds {mean:.2f} ms on average of {len(moving)} directions that move something{below}"
-            )
+            console.print(f" {way} adds {mean:.2f} ms on average of {len(moving)} directions that move anything{below}")
 
 
 def _table(title: str, part: str, rows: list[dict[str, Any]]) -> Table:
@@ -442,7 +441,6 @@ def _table(title: str, part: str, rows: list[dict[str, Any]]) -> Table:
         if part == "decode":
             precopy = figures["precopy"]
             line += [*_added(precopy), _percent(precopy["below_blocking"]), _percent(precopy["of_step"])]
-            # With nothing to copy, or no room to, the commit was another way's.
             ahead = f"{precopy['background_steps']:.1f}" if "precopy" in precopy["methods"] else "none"
             line += [ahead, _percent(precopy["copying_slowdown"])]
         table.add_row(*line)
@@ -492,8 +490,7 @@ def main() -> None:
         parser.error(f"--ranks: must be at least 2, not {args.ranks}: one rank has nobody to switch with")
     run, rows = measure(args)
     print_tables(run, rows)
-    for line in (run, *rows):
-        print(json.dumps(line))
+    print(*map(json.dumps, (run, *rows)), sep="\n")
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps({**run, "directions": rows}, indent=1) + "\n")
