@@ -26,6 +26,7 @@ from splash.core.hardware import Calibration, Collective, Costs, Hardware, calib
 from splash.core.layout import DP, TP, Layout
 from splash.core.memory import ArenaGeometry
 from splash.core.spec import DTYPE_BYTES, kv_format
+from splash.machine import describe
 from splash.model.config import load_model_config, resolve_model_path
 from splash.plan import ModelChoice
 from splash.platform.base import Platform
@@ -33,7 +34,7 @@ from splash.platform.registry import detect, require
 from splash.scheduler.cost_model import CostModel
 from splash.scheduler.load import StepLoad
 from splash.scheduler.stages import Chunk
-from splash.settings import build, compose, options, usage
+from splash.settings import build, compose, usage
 
 MEASURED_PAGES = 512  # pages in the arenas that are measured, more than caches hold
 BATCH = 16  # requests of the larger decode step
@@ -124,16 +125,7 @@ def choose(hardware: Hardware | None) -> tuple[Platform, Hardware]:
     if hardware is not None:
         return require(hardware.platform), hardware
     platform = detect()
-    device = platform.devices()[0].name
-    known = [build(Hardware, compose("calibrate", [f"+hardware={name}"])["hardware"]) for name in options("hardware")]
-    fitting = [each for each in known if each.platform == platform.name]
-    named = [each for each in fitting if each.name in device.lower()] or fitting
-    if len(named) != 1:
-        names = ", ".join(each.name for each in fitting)
-        raise ConfigError(
-            "hardware", f"no description names {device!r}; choose with +hardware=NAME: {names}, or add one"
-        )
-    return platform, named[0]
+    return platform, describe(platform)
 
 
 def measure_ranks(

@@ -19,6 +19,7 @@ from splash.core.request import SamplingParams, TokenLogprob
 from splash.engine.config import EngineConfig
 from splash.engine.engine import Engine
 from splash.engine.outputs import GenerationRequest
+from splash.scheduler.policy import PolicyConfig
 from splash.switch.orders import SwitchRecord
 
 Prompt = str | Sequence[int]
@@ -49,12 +50,19 @@ class LLM:
         Args:
             model: directory of a Hugging Face checkpoint, or "builtin:scribe" for the model that ships with SPLASH.
             progress: receives a line for each thing that start-up does.
-            options: fields of `splash.engine.config.EngineConfig`: ranks, layout, dtype, ...
+            options: fields of `splash.engine.config.EngineConfig`: ranks, layout, dtype, ... A policy may be given by
+                its name, and has the description of this machine where it needs one.
 
         Raises:
             SplashError: as `splash.engine.engine.Engine`.
         """
+        if isinstance(options.get("policy"), str):
+            options["policy"] = PolicyConfig(options["policy"])
         config = EngineConfig(model=model, **options)
+        if config.policy.kind == "cost":
+            from splash.machine import with_description  # it needs Hydra, which nothing else here does
+
+            config = with_description(config)
         self.engine = Engine(config, progress or (lambda line: None))
         self._next_id = 0
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import ipaddress
 import json
@@ -25,9 +26,11 @@ import uvloop
 
 import splash
 from splash.core.errors import ConfigError, SplashError, WorkerError
+from splash.core.hardware import Hardware, calibrated
 from splash.core.layout import parse_layout
 from splash.engine.async_engine import AsyncEngine
 from splash.engine.config import EngineConfig
+from splash.machine import with_description
 from splash.server.app import create_app
 from splash.server.auth import read_keys
 from splash.server.intake import Intake
@@ -57,7 +60,6 @@ class ServeOptions:
     """
 
     model: ModelChoice
-    policy: Literal["static"] = "static"
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
@@ -99,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options, config = read_options(arguments)
         configure_logging(options.log_format)
+        config = with_description(config)
         with bind(options.host, options.port, options.stalled_timeout_s) as listener:
             return uvloop.run(_serve(options, config, listener))
     except SplashError as error:
@@ -116,8 +119,9 @@ def read_options(arguments: Sequence[str]) -> tuple[ServeOptions, EngineConfig]:
     """
     mapping = compose("config", arguments)
     hardware = mapping.pop("hardware", None)
-    if hardware is not None and not (isinstance(hardware, dict) and isinstance(hardware.get("platform"), str)):
+    if hardware is not None and not isinstance(hardware, dict):
         raise ConfigError("hardware", "must name a file of the group, as in +hardware=cpu")
+    description = None if hardware is None else calibrated(build(Hardware, hardware, "hardware."))
     engine = pick(EngineConfig, mapping)
     del engine["model"]  # the group of that name, not the engine's directory
     options = build(ServeOptions, {key: value for key, value in mapping.items() if key not in engine})
@@ -129,8 +133,9 @@ def read_options(arguments: Sequence[str]) -> tuple[ServeOptions, EngineConfig]:
         # The default model's name would be wrong for another checkpoint.
         model = ModelChoice(Path(model.path).expanduser().resolve().name, model.path)
         options = build(ServeOptions, {**vars(options), "model": vars(model)})
-    platform = None if hardware is None else hardware["platform"]
+    platform = None if description is None else description.platform
     config = build(EngineConfig, engine | {"model": options.model.path, "hardware": platform})
+    config = dataclasses.replace(config, description=description)
     parse_layout(config.layout)
     return options, config
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -48,7 +49,7 @@ def compose(config_name: str, overrides: Sequence[str]) -> dict[str, Any]:
                 raise _explain(overrides[count - 1], error, base) from None
         raise
     for key in config:  # "+key=value" adds whatever it names
-        if key not in base and not options(key):
+        if key not in base and key not in groups(config_name):
             raise ConfigError(key, _unknown(key, base))
     return config
 
@@ -92,11 +93,17 @@ def usage(command: str, config_name: str) -> str:
     text = (CONF_DIR / f"{config_name}.yaml").read_text(encoding="utf-8")
     lines += _without_defaults(text.splitlines())
     lines += ["", "Groups (group=name; a file's keys are options too, as in model.path=DIR):"]
-    for folder in sorted(path for path in CONF_DIR.iterdir() if path.is_dir()):
-        if names := options(folder.name):
-            plus = "+" if folder.name == "hardware" else ""
-            lines.append(f"  {plus}{folder.name}={'|'.join(names)}")
+    for group in groups(config_name):
+        plus = "+" if group == "hardware" else ""
+        lines.append(f"  {plus}{group}={'|'.join(options(group))}")
     return "\n".join(lines)
+
+
+def groups(config_name: str) -> list[str]:
+    """Config groups that a root config uses, sorted: those in its defaults, and those that it names as `# +GROUP:`."""
+    text = (CONF_DIR / f"{config_name}.yaml").read_text(encoding="utf-8")
+    named = set(re.findall(r"^(?:  - |# \+)(\w+):", text, re.MULTILINE))
+    return sorted(path.name for path in CONF_DIR.iterdir() if path.is_dir() and path.name in named)
 
 
 def options(group: str) -> list[str]:

@@ -29,18 +29,16 @@ class AheadCopies:
         target: the layout to switch to.
         geometry: of the arenas.
         pool: the pages that serve meanwhile.
-        step_bytes: most that a rank copies after one step.
 
     Attributes:
         kv_bytes, weight_bytes: received by each rank so far, over all layers.
     """
 
-    def __init__(self, switch: int, target: Layout, geometry: ArenaGeometry, pool: PagePool, step_bytes: int) -> None:
+    def __init__(self, switch: int, target: Layout, geometry: ArenaGeometry, pool: PagePool) -> None:
         self._switch = switch
         self._target = target
         self._geometry = geometry
         self._pool = pool
-        self._step_bytes = step_bytes
         # By page, as the occupancy numbers them, and rank: what is copied there is right whoever claims the page.
         self._slots: dict[int, list[int]] = {}  # slot claimed on each rank, NO_SLOT where none is
         self._covered: dict[int, list[int]] = {}  # positions copied to it
@@ -95,9 +93,12 @@ class AheadCopies:
         ]
         return ""
 
-    def next(self, occupancy: Occupancy, owners: Sequence[int], epoch: int) -> tuple[CopyAhead | None, bool]:
+    def next(
+        self, occupancy: Occupancy, owners: Sequence[int], epoch: int, step_bytes: int
+    ) -> tuple[CopyAhead | None, bool]:
         """What to copy after the step that `occupancy` includes, and whether the next step may commit.
 
+        A rank copies at most `step_bytes`, and beyond them what was begun: a page, or a head group of a layer.
         Returns None where room for further pages has run out: the switch has to commit with copies.
         """
         planned = self.plan(occupancy, owners, epoch)
@@ -114,7 +115,7 @@ class AheadCopies:
         unclaimed = todo & (claimed == NO_SLOT)
         if not self._pool.are_free([after[unclaimed[:, rank], rank].tolist() for rank in range(ranks)]):
             return None, False  # what is left are slots that are reserved for tokens to come
-        budget = [self._step_bytes] * ranks
+        budget = [step_bytes] * ranks
         weights, done = self._next_weights(budget)
         chosen: list[list[tuple[int, int, int, int, int]]] = [[] for _ in range(ranks)]
         layer_token = self._geometry.kv.token_bytes * self._geometry.spec.num_layers
@@ -140,7 +141,7 @@ class AheadCopies:
         self._pool.claim(to_claim)
         by_rank = tuple(np.array(own, dtype=np.int32).reshape(-1, 5).tobytes() for own in chosen)
         # The commit waits for the copies of the step before. Where those are many, one step more leaves only its own.
-        is_small = min(budget) >= self._step_bytes * (1 - LAST_SHARE)
+        is_small = min(budget) >= step_bytes * (1 - LAST_SHARE)
         ends = done and (is_small or self._caught_up)
         self._caught_up = done
         return CopyAhead(self._switch, by_rank, weights), ends

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from splash.core.decision import Decision
 from splash.core.errors import DeadlineError, RequestError, SplashError, WorkerError
 from splash.engine.config import EngineConfig
 from splash.engine.engine import Engine, EngineStats
@@ -42,6 +43,11 @@ class _Switch:
 
 
 @dataclass(frozen=True)
+class _FollowPolicy:
+    done: asyncio.Future[None]
+
+
+@dataclass(frozen=True)
 class _AbortSwitch:
     done: asyncio.Future[SwitchRecord | None]
 
@@ -50,7 +56,7 @@ class _Close:
     pass
 
 
-_Command = _Add | _Abort | _Switch | _AbortSwitch | _Close
+_Command = _Add | _Abort | _Switch | _FollowPolicy | _AbortSwitch | _Close
 
 
 class AsyncEngine:
@@ -181,6 +187,31 @@ class AsyncEngine:
         self._commands.put(_Switch(layout, method, rebalance, done))
         return await done
 
+    async def follow_policy(self) -> None:
+        """Let the policy choose the layout again after a switch by hand."""
+        if self.error is not None:
+            raise self.error
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._switches.add(done)
+        done.add_done_callback(self._switches.discard)
+        self._commands.put(_FollowPolicy(done))
+        await done
+
+    @property
+    def policy(self) -> str:
+        """Kind of the policy."""
+        return self._config.policy.kind
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the layout was chosen by hand, and the policy leaves it alone."""
+        return self._started.pinned
+
+    @property
+    def decision(self) -> Decision | None:
+        """The last answer of the policy."""
+        return self._started.decision
+
     async def abort_switch(self) -> SwitchRecord | None:
         """Give up the switch under way. Returns its record, None where there was none to give up."""
         if self.error is not None:
@@ -249,6 +280,10 @@ class AsyncEngine:
                 continue
             if isinstance(command, _Switch):
                 self._switch(engine, command)
+                continue
+            if isinstance(command, _FollowPolicy):
+                engine.follow_policy()
+                self._loop.call_soon_threadsafe(_succeed, command.done)
                 continue
             if isinstance(command, _AbortSwitch):
                 record = engine.switcher.active

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from splash.core.errors import ConfigError
+from splash.core.hardware import Hardware
+from splash.scheduler.policy import PolicyConfig
 
 DTYPES = ("float32", "bfloat16")
 
@@ -27,6 +29,8 @@ class EngineConfig:
         prefix_cache: requests that begin alike share the pages of what they have in common.
         switch_staging_mib: most memory a rank for staging one layer of a switch, in MiB.
         switch_copy_mib: most that a rank copies ahead of a switch after one step, in MiB.
+        policy: how the layout is chosen while serving.
+        description: of the ranks' devices, with the costs that the cost policy predicts from; else None will do.
         step_timeout_s: a step that takes longer counts as hung.
         max_restarts: how often ranks that died, failed or hung are started anew within `restart_window_s`; what runs
             is computed again. Once more, and the engine gives up.
@@ -50,13 +54,15 @@ class EngineConfig:
     prefix_cache: bool = True
     switch_staging_mib: float = 256.0
     switch_copy_mib: float = 2.0
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    description: Hardware | None = None
     step_timeout_s: float = 120.0
     max_restarts: int = 3
     restart_window_s: float = 600.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for field, ok, accepted in (
+        for name, ok, accepted in (
             ("ranks", self.ranks is None or self.ranks >= 1, "at least 1"),
             ("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}"),
             ("page_size", self.page_size >= 1 and self.page_size & (self.page_size - 1) == 0, "a power of two"),
@@ -71,4 +77,4 @@ class EngineConfig:
             ("restart_window_s", self.restart_window_s > 0, "above 0"),
         ):
             if not ok:
-                raise ConfigError(field, f"must be {accepted}, not {getattr(self, field)!r}")
+                raise ConfigError(name, f"must be {accepted}, not {getattr(self, name)!r}")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from splash.core.decision import Decision
 from splash.core.errors import CapacityError, ConfigError, RequestError
 from splash.core.layout import Layout, check_layout, parse_layout
 from splash.core.memory import ArenaGeometry, slots_for
@@ -23,6 +24,9 @@ from splash.model.config import ModelConfig, check_servable, load_model_config, 
 from splash.platform import registry
 from splash.platform.base import Platform
 from splash.scheduler.config import SchedulerConfig
+from splash.scheduler.cost_model import CostModel
+from splash.scheduler.policies import make_policy
+from splash.scheduler.policy import Limits, Policy
 from splash.scheduler.prefix_cache import PrefixCache
 from splash.scheduler.request import Progress
 from splash.scheduler.scheduler import Scheduler
@@ -144,6 +148,10 @@ class Engine:
             ),
             pool,
         )
+        staging_bytes, step_bytes = int(config.switch_staging_mib * MIB), int(config.switch_copy_mib * MIB)
+        policy = self._policy(
+            config, Limits(geometry, config.max_num_seqs, config.max_batched_tokens, staging_bytes, step_bytes)
+        )
         progress(f"starting {self.ranks} ranks")
         group = LocalGroup(config, str(self._model_path), self._platform, self.ranks, geometry)
         weights = group.start(self.max_model_len)
@@ -151,8 +159,9 @@ class Engine:
             scheduler,
             group,
             geometry,
-            staging_bytes=int(config.switch_staging_mib * MIB),
-            step_bytes=int(config.switch_copy_mib * MIB),
+            staging_bytes,
+            step_bytes,
+            policy,
             restarts=Restarts(config.max_restarts, config.restart_window_s, progress),
         )
         self.scheduler, self.switcher = self.loop.scheduler, self.loop.switcher
@@ -178,6 +187,20 @@ class Engine:
         except CapacityError as error:
             raise CapacityError(f"kv_cache_gib={config.kv_cache_gib}: {error}") from None
 
+    def _policy(self, config: EngineConfig, limits: Limits) -> Policy:
+        model = None
+        if config.policy.kind == "cost" and config.description is not None:
+            # The layers take the plain rules for the form of attention.
+            model = CostModel(
+                limits.geometry.spec,
+                config.description,
+                self.ranks,
+                config.dtype,
+                config.page_size,
+                cheapest_forms=False,
+            )
+        return make_policy(config.policy, limits, model)
+
     @property
     def layout(self) -> str:
         """Name of the layout that steps run in."""
@@ -193,6 +216,8 @@ class Engine:
     ) -> SwitchRecord:
         """Ask for another layout, or with `rebalance` for other owners. Steps carry it out; requests go on meanwhile.
 
+        Pins the layout: the policy leaves it alone until `follow_policy`.
+
         Args:
             layout: name of the layout to serve in from the commit on.
             method: "auto", "precopy", "layerwise" or "blocking".
@@ -205,7 +230,23 @@ class Engine:
         Raises:
             ConfigError: the layout or the method is unknown, or the layout cannot work with this model and group.
         """
-        return self.switcher.request(parse_layout(layout), method, rebalance, done)
+        record = self.switcher.request(parse_layout(layout), method, rebalance, done)
+        self.loop.steering.pin()
+        return record
+
+    def follow_policy(self) -> None:
+        """Let the policy choose the layout again after a switch by hand."""
+        self.loop.steering.release()
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the layout was chosen by hand, and the policy leaves it alone."""
+        return self.loop.steering.pinned
+
+    @property
+    def decision(self) -> Decision | None:
+        """The last answer of the policy."""
+        return self.loop.steering.decision
 
     def check(self) -> None:
         """See that the ranks are alive while nothing runs, and start them anew if they are not.
@@ -303,6 +344,7 @@ class Engine:
         if stop_string is not None:
             if reason is None:
                 self.loop.abort(live.number)
+                self.loop.steering.finished(live.num_output)
             reason, stop_reason = "stop", stop_string
         elif reason is not None:
             text += live.text.finish()

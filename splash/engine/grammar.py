@@ -23,8 +23,8 @@ MAX_GRAMMAR_CHARS = 1 << 17
 MAX_COMPILED = 64  # grammars kept for requests that bring the same again, as the choices of one do
 # Where only one text can follow, the model still says in which tokens: encoding a text by itself may add a space to it.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-# Between tokens of JSON: enough to indent, too little for a model to fill its output with.
-WHITESPACE = r"[ \n\t]{1,32}"
+# Between tokens of JSON: a space, or a line's end and indentation. With more a weak model fills its output.
+WHITESPACE = r" |\n[ \t]{0,24}"
 
 
 class TokenTable(Protocol):

@@ -11,7 +11,10 @@ from splash.core.memory import ArenaGeometry
 from splash.core.request import SamplingParams
 from splash.engine.messages import Result, Run
 from splash.engine.restarts import Restarts
+from splash.engine.steering import Steering
 from splash.engine.switching import Switcher
+from splash.scheduler.policy import Policy, StaticPolicy
+from splash.scheduler.prefix_cache import Keys
 from splash.scheduler.request import Progress
 from splash.scheduler.scheduler import Scheduler
 
@@ -55,12 +58,14 @@ class Loop:
         geometry: of the arenas.
         staging_bytes: most that a rank may stage for one layer of a switch.
         step_bytes: most that a rank copies ahead of a switch after one step.
-        restarts: how often ranks that died are started anew; None never does.
+        policy: chooses layouts while serving; None keeps the layout.
         clock: the time in seconds, from any origin.
+        restarts: how often ranks that died are started anew; None never does.
 
     Attributes:
         restarts: counts the restarts.
         switcher: takes switches of layout from request to record.
+        steering: asks the policy, unless the layout is pinned.
         num_steps: steps that have run.
         begun: requests that the step which `step` began is the first to compute.
         on_step: called with the layout, the seconds from order to output, and the rows of each step that has run.
@@ -73,12 +78,14 @@ class Loop:
         geometry: ArenaGeometry,
         staging_bytes: int,
         step_bytes: int,
-        restarts: Restarts | None = None,
+        policy: Policy | None = None,
         clock: Callable[[], float] = time.monotonic,
+        restarts: Restarts | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.switcher = Switcher(scheduler, geometry, staging_bytes, step_bytes, clock)
+        self.steering = Steering(policy or StaticPolicy(), scheduler, self.switcher, clock)
         self.restarts = restarts or Restarts(most=0, window_s=1.0)
         self.num_steps = 0
         self.begun: list[int] = []
@@ -92,13 +99,16 @@ class Loop:
         """Name of the layout that steps run in."""
         return self.switcher.layout.name
 
-    def add(self, number: int, prompt: Sequence[int], params: SamplingParams, seed: int, priority: int = 0) -> None:
-        """Queue a request. `number` is never used again.
+    def add(
+        self, number: int, prompt: Sequence[int], params: SamplingParams, seed: int, priority: int = 0, keys: Keys = ()
+    ) -> None:
+        """Queue a request. `number` is never used again; `keys` is explained in `Scheduler.add`.
 
         Raises:
             RequestError: the request could never be served; nothing else is affected.
         """
-        self.scheduler.add(number, prompt, params, seed, priority)
+        self.scheduler.add(number, prompt, params, seed, priority, keys)
+        self.steering.arrived(len(prompt))
 
     def abort(self, number: int) -> None:
         """Drop a request; there is no progress of it any more. One that is not live is passed over."""
@@ -117,25 +127,41 @@ class Loop:
         """
         progress: list[Progress] = []
         try:
-            if self._in_flight:
-                result = self.executor.collect()
-                self._in_flight = False
-                ran = result.switch is None or self.switcher.settle(result.switch)
-                if ran and result.output is not None:
-                    progress = self.scheduler.apply(result.output)
-                    self.num_steps += 1
-                    sent, layout, rows = self._sent
-                    self.on_step(layout, self._clock() - sent, rows)
-            run = self.switcher.next_run()
-            self.begun = [] if run is None else [new.id for new in run.plan.new]
-            if run is not None:
-                rows = sum([len(query.tokens) for query in run.plan.queries])
-                self._sent = (self._clock(), run.plan.layout, rows)
-                self.executor.submit(run)
-                self._in_flight = True
+            progress = self.finish()
+            self.begin()
         except WorkerError as error:
             self._recover(error)
         return progress
+
+    def finish(self) -> list[Progress]:
+        """The first half of `step`: afterwards no step is in flight."""
+        if not self._in_flight:
+            return []
+        result = self.executor.collect()
+        self._in_flight = False
+        ran = result.switch is None or self.switcher.settle(result.switch)
+        if not ran or result.output is None:
+            return []
+        self.num_steps += 1
+        sent, layout, rows = self._sent
+        self.on_step(layout, self._clock() - sent, rows)
+        progress = self.scheduler.apply(result.output)
+        for item in progress:
+            if item.finish_reason is not None:
+                self.steering.finished(item.num_output)
+        return progress
+
+    def begin(self) -> None:
+        """The second half of `step`."""
+        self.steering.act()
+        run = self.switcher.next_run()
+        self.begun = [] if run is None else [new.id for new in run.plan.new]
+        if run is not None:
+            rows = sum([len(query.tokens) for query in run.plan.queries])
+            self._sent = (self._clock(), run.plan.layout, rows)
+            self.executor.submit(run)
+            self._in_flight = True
+            self.steering.ask()
 
     def check(self) -> None:
         """See that the ranks are alive while nothing runs, and start them anew if they are not.

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from splash.core.decision import Decision
 from splash.core.errors import CapacityError, ConfigError
 from splash.core.layout import KV, Layout, Projections, check_layout
 from splash.core.memory import ArenaGeometry
@@ -59,6 +60,7 @@ class Switcher:
 
     Attributes:
         layout: the layout that steps run in.
+        step_bytes: most that a rank copies ahead after one step.
         history: the switches that have ended, oldest first.
         on_end: called with the record of each that ends, and the seconds since it was asked for.
     """
@@ -75,7 +77,7 @@ class Switcher:
         self._scheduler = scheduler
         self._geometry = geometry
         self._staging_bytes = staging_bytes
-        self._step_bytes = step_bytes
+        self.step_bytes = step_bytes
         self._active: _Active | None = None
         self._queued: _Active | None = None  # asked for while another was committing
         self._num_switches = 0
@@ -89,7 +91,12 @@ class Switcher:
         return None if self._active is None else self._active.record
 
     def request(
-        self, target: Layout, method: str, rebalance: bool, done: Callable[[SwitchRecord], None]
+        self,
+        target: Layout,
+        method: str,
+        rebalance: bool,
+        done: Callable[[SwitchRecord], None],
+        decision: Decision | None = None,
     ) -> SwitchRecord:
         """Ask for a switch. One under way is superseded, unless it is committing: that one ends first.
 
@@ -98,6 +105,7 @@ class Switcher:
             method: one of `METHODS`.
             rebalance: choose the owners of all requests anew, also where the target keeps pages where they are.
             done: called once with the final record.
+            decision: what made a policy ask.
 
         Raises:
             ConfigError: the method is unknown, or the layout cannot work with this model and group.
@@ -106,7 +114,9 @@ class Switcher:
             raise ConfigError("method", f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
         check_layout(target, self._geometry.spec.num_heads, self._geometry.ranks)
         self._num_switches += 1
-        record = SwitchRecord(id=self._num_switches, source=self.layout.name, target=target.name, asked=method)
+        record = SwitchRecord(
+            id=self._num_switches, source=self.layout.name, target=target.name, asked=method, decision=decision
+        )
         active = _Active(record, target, rebalance, done, asked_at=self._clock())
         reason = f"by switch {record.id}, to {target}"
         if self.committing:
@@ -209,7 +219,7 @@ class Switcher:
         counts = count(planned.manifest, self._geometry)
         moves_bytes = any(counts.kv_bytes) or any(counts.weight_bytes) or any(counts.moved)
         if record.asked in ("auto", "precopy") and active.may_copy_ahead and moves_bytes and self._scheduler.running:
-            ahead = AheadCopies(record.id, active.target, self._geometry, self._scheduler.pool, self._step_bytes)
+            ahead = AheadCopies(record.id, active.target, self._geometry, self._scheduler.pool)
             record.reason = ahead.begin(planned)
             if not record.reason:
                 record.method, record.status = "precopy", "copying"
@@ -263,7 +273,7 @@ class Switcher:
         """Add to a step what is copied after it."""
         occupancy = self._occupancy(active.target)
         try:
-            order, done = ahead.next(occupancy, self._owners(active, occupancy), self._scheduler.epoch)
+            order, done = ahead.next(occupancy, self._owners(active, occupancy), self._scheduler.epoch, self.step_bytes)
         except CapacityError:
             order, done = None, True
         active.commit_next = done or order is None

@@ -127,6 +127,17 @@ class Admission:
         return victims or later[:1]  # where there are pages, there are too many requests
 
 
+def is_stuck(
+    request: Request, config: SchedulerConfig, pool: PrefixCache, running: Sequence[Request], tokens: Sequence[int]
+) -> bool:
+    """Whether the first request in the queue can neither join the running ones nor take the place of any."""
+    if running and running[-1].priority > request.priority:
+        return False  # it may, though perhaps not now
+    if len(running) >= min(config.max_num_seqs, config.max_batched_tokens):
+        return True
+    return Admission(config, pool, request).place(tokens) is None
+
+
 def holds_any(held: HeldPages, ranks: Sequence[int]) -> bool:
     """Whether some of the pages lie on one of `ranks`."""
     return any(held.counts[rank] for rank in ranks)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from splash.scheduler.request import Order, Request
 
+MAX_SCORED_ROWS = 256  # of prompts in a step, but one each: every one has logits of the whole vocabulary
 MAX_UNFINISHED = 2  # prompts of one priority that a request may leave unfinished by beginning before its turn
 
 
@@ -78,8 +79,14 @@ class Batch:
         return self._left >= self.budget
 
     def rows(self) -> list[int]:
-        """Rows of each of `chunks`."""
-        return _rows(self.chunks, self.budget)
+        """Rows of each of `chunks`, not more of those that are scored than the step may have logits of."""
+        rows = _rows(self.chunks, self.budget)
+        scorable = MAX_SCORED_ROWS
+        for at, (_, _, request) in enumerate(self.chunks):
+            if rows[at] and request.is_unscored:
+                rows[at] = min(rows[at], max(1, scorable))
+                scorable -= rows[at]
+        return rows
 
     def admits(self, request: Request, left: int) -> bool:
         """Whether a request with `left` tokens to compute may begin now.

@@ -10,6 +10,7 @@ Which rows, heads and keys a stage has on the slowest rank follows from the two 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,6 +36,7 @@ CHUNKS_OPS = 4
 END_OPS = 12
 
 _BOUNDLESS = 1 << 40  # slots
+_REMEMBERED = 1 << 14  # costs of each kind that are kept: decoding asks for the same few again and again
 
 STAGES = (
     "projections",  # Q-A, KV-A, Q-B, absorption, W_UV and O, and the indexer's
@@ -136,16 +138,18 @@ class CostModel:
             spec, self.stages.kv, page_size, self.stages.weight_size, ranks, num_slots=_BOUNDLESS
         )
         self._row_bytes = spec.hidden_size * self.stages.activation_size
+        self._projections = functools.lru_cache(_REMEMBERED)(self._sum_projections)
+        self._after_attention = functools.lru_cache(_REMEMBERED)(self._sum_after_attention)
 
-    def steps(self, load: StepLoad) -> dict[Layout, StepCost]:
-        """The cost of `load` in every layout that these ranks can serve in."""
-        after = self._after_attention(load)
-        return {layout: self._step(layout, load, after) for layout in self.layouts}
+    def steps(self, load: StepLoad, layouts: Sequence[Layout] | None = None) -> dict[Layout, StepCost]:
+        """The cost of `load` in some layouts, or else in every layout that these ranks can serve in."""
+        after = self._after_attention(load.num_rows, load.num_sampled)
+        return {layout: self._step(layout, load, after) for layout in layouts or self.layouts}
 
     def step(self, layout: Layout, load: StepLoad) -> StepCost:
         """The cost of `load` in `layout`. An empty load costs what every step does."""
         assert layout in self.layouts, f"{self.ranks} ranks cannot serve in {layout}"
-        return self._step(layout, load, self._after_attention(load))
+        return self._step(layout, load, self._after_attention(load.num_rows, load.num_sampled))
 
     def switch(self, source: Layout, target: Layout, load: StepLoad, method: Method) -> SwitchCost:
         """The cost of going on with `load` in another layout; see `splash.scheduler.switch_cost`."""
@@ -215,12 +219,13 @@ class CostModel:
 
     def _local(self, part: _Part, heads: int) -> _Attention:
         """Rows, the heads for them and their whole history are on the rank."""
-        stages = self.stages
-        absorbed, expanded = self._forms(part.chunks, heads)
-        absorbed_rows = part.num_singles + _rows(absorbed)
+        stages, absorbed_rows = self.stages, part.num_singles
         attention = stages.attend_singles(part.single_pairs, part.single_keys, part.num_singles, heads)
-        attention += sum(stages.attend_absorbed(chunk, heads) for chunk in absorbed)
-        attention += sum(stages.attend_expanded(chunk, heads) for chunk in expanded)
+        if part.chunks:
+            absorbed, expanded = self._forms(part.chunks, heads)
+            absorbed_rows += _rows(absorbed)
+            attention += sum([stages.attend_absorbed(chunk, heads) for chunk in absorbed])
+            attention += sum([stages.attend_expanded(chunk, heads) for chunk in expanded])
         return _Attention(
             projections=self._projections(part.rows, part.rows, absorbed_rows, absorbed_rows, heads),
             attention=attention,
@@ -229,8 +234,21 @@ class CostModel:
 
     def _split_owned(self, load: StepLoad) -> _Attention:
         """dp: between two collectives a rank does all of its own, so the slowest by the sum is waited for."""
-        parts = set(self._by_owner(load))
-        return max((self._local(part, self.spec.num_heads) for part in parts), key=lambda layer: layer.seconds)
+        layers = [self._local(part, self.spec.num_heads) for part in self._candidates(load)]
+        return layers[0] if len(layers) == 1 else max(layers, key=lambda layer: layer.seconds)
+
+    def _candidates(self, load: StepLoad) -> Sequence[_Part]:
+        """The parts of the ranks that may be the slowest: who has no fewer rows and no fewer keys takes as long."""
+        if load.num_chunks or self.stages.top_k is not None:
+            return list(set(self._by_owner(load)))
+        most_keys: dict[int, int] = {}  # by number of rows
+        for rows, keys in zip(load.singles_T, load.single_keys_T, strict=True):
+            most_keys[rows] = max(keys, most_keys.get(rows, 0))
+        parts: list[_Part] = []
+        for rows, keys in sorted(most_keys.items(), reverse=True):
+            if not parts or keys > parts[-1].single_keys:
+                parts.append(_Part(rows, rows, keys, keys, ()))
+        return parts
 
     def _sharded_owned(self, load: StepLoad) -> _Attention:
         """dop: all rows with own heads are exchanged for own rows with all heads, and back."""
@@ -332,7 +350,7 @@ class CostModel:
         share = 1 / self.ranks
         return seconds + sum(stages.attend_absorbed(chunk, heads, share, share) for chunk in chunks)
 
-    def _projections(self, own: float, up: float, absorbed: float, valued: float, heads: int) -> float:
+    def _sum_projections(self, own: float, up: float, absorbed: float, valued: float, heads: int) -> float:
         """All projections, by the rows that go through each."""
         stages = self.stages
         return (
@@ -405,12 +423,12 @@ class CostModel:
         scatter = stages.collective(stages.costs.reduce_scatter, most * (self.ranks - 1) * self._row_bytes)
         return num_layers * gather + (num_layers + 1) * scatter
 
-    def _after_attention(self, load: StepLoad) -> tuple[float, float, float]:
+    def _sum_after_attention(self, rows: int, num_sampled: int) -> tuple[float, float, float]:
         """(experts, dense, head) of a step: every rank sees all rows, so they are the same in every layout.
 
         Experts are expert-parallel, other MLPs are cut along their intermediate dim, the head along the vocabulary.
         """
-        stages, spec, rows = self.stages, self.spec, load.num_rows
+        stages, spec = self.stages, self.spec
         if not rows:
             return 0.0, 0.0, 0.0
         moe, num_moe = spec.moe, self._num_moe
@@ -420,10 +438,10 @@ class CostModel:
             if moe.num_shared_experts:
                 inner = moe.num_shared_experts * moe.intermediate_size / self.ranks
                 dense += num_moe * stages.mlp(rows, inner)
-        if not load.num_sampled:
+        if not num_sampled:
             return experts, dense, 0.0
-        logits = load.num_sampled * spec.vocab_size * stages.activation_size
-        return experts, dense, stages.lm_head(load.num_sampled) + stages.all_gather(logits)
+        logits = num_sampled * spec.vocab_size * stages.activation_size
+        return experts, dense, stages.lm_head(num_sampled) + stages.all_gather(logits)
 
     def operations(self, layout: Layout, load: StepLoad) -> int:
         """Operations besides collectives in the step of a load that is not empty."""

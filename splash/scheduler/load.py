@@ -110,6 +110,21 @@ class StepLoad:
         """`batch` chunks of `rows` after `start` positions each, dealt out to the ranks in turn; none is the last."""
         return cls.of_arrays(np.arange(batch) % ranks, np.full(batch, rows), np.full(batch, start), ranks, 0)
 
+    def next_decode(self) -> StepLoad:
+        """The load of the step after this one, which has sampled singles only: the same, one position on."""
+        assert not self.num_chunks and self.num_sampled == self.num_singles
+        later = StepLoad(self.ranks, self.owner_q, self.rows_q, self.context_q, self.num_sampled)
+        keys = [keys + singles for keys, singles in zip(self.single_keys_T, self.singles_T, strict=True)]
+        later.__dict__.update(  # of cached properties, which would come to the same
+            num_rows=self.num_rows,
+            rows_T=self.rows_T,
+            num_chunks=0,
+            num_singles=self.num_singles,
+            singles_T=self.singles_T,
+            single_keys_T=keys,
+        )
+        return later
+
     # --- all queries ---
 
     @cached_property

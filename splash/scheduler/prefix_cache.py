@@ -25,6 +25,8 @@ from splash.core.step import NO_SLOT
 
 KEY_BYTES = 16
 
+Keys = Sequence[bytes]  # of a request's first pages
+
 
 def extend_keys(keys: list[bytes], tokens: Sequence[int], page_size: int, num_pages: int) -> None:
     """Add the keys of the pages of `tokens` up to `num_pages`, all of them full."""
@@ -85,7 +87,7 @@ class PrefixCache(PagePool):
 
     # --- what requests do ---
 
-    def match(self, keys: Sequence[bytes]) -> list[list[CachedPage]]:
+    def match(self, keys: Keys) -> list[list[CachedPage]]:
         """For a request of each rank, the pages that it would find: as many of the first of `keys` as are there."""
         found: list[list[CachedPage]] = []
         for place in range(self.ranks if self.layout.kv is KV.REQUEST else 1):
@@ -139,7 +141,7 @@ class PrefixCache(PagePool):
                 held.last[rank] = page.slots[rank]
         held.table.extend([page.slots for page in pages])
 
-    def enter(self, held: HeldPages, number: int, keys: Sequence[bytes]) -> None:
+    def enter(self, held: HeldPages, number: int, keys: Keys) -> None:
         """Let others find a page of a request, now that it is full and written. `keys` are those of its first pages.
 
         Where the same was computed twice at once, the later one stays private.
@@ -155,6 +157,11 @@ class PrefixCache(PagePool):
         self._add(CachedPage(key, parent, number, held.ids[number], place, slots, refs=1))
 
     # --- what the pool does, with idle pages counting as free ---
+
+    @property
+    def num_idle(self) -> list[int]:
+        """Pages on each rank that no request holds but a request may find."""
+        return list(self._num_idle)
 
     @property
     def num_free(self) -> list[int]:

@@ -8,8 +8,6 @@ from splash.core.step import Query
 from splash.scheduler.chunks import Batch
 from splash.scheduler.request import Request
 
-MAX_SCORED_ROWS = 256  # of prompts in a step, but one each: every one has logits of the whole vocabulary
-
 Filling = tuple[Request, int, int]  # fills pages first .. end - 1
 
 
@@ -30,7 +28,6 @@ def make_queries(
     queries: list[list[Query]] = [[] for _ in range(ranks)]
     filling: list[Filling] = []
     chunks = {request for _, _, request in batch.chunks}
-    scorable = MAX_SCORED_ROWS
     for request in running:
         if request in chunks:
             continue
@@ -49,14 +46,12 @@ def make_queries(
         held, start = request.held, request.num_computed
         assert held is not None
         if count:
-            score = request.is_unscored
-            end = start + (min(count, max(1, scorable)) if score else count)
-            scorable -= end - start if score else 0
+            end = start + count
             # The ranks have not heard of the pages before its first chunk.
             pages = held.table.rows(0 if request in batch.new else -(-start // page_size), -(-end // page_size))
             tokens = tuple(request.tokens[start:end])
-            sample = end - start == left
-            queries[held.owner].append(Query(request.id, start, tokens, held.owner, sample, pages, score))
+            last, score = count == left, request.is_unscored
+            queries[held.owner].append(Query(request.id, start, tokens, held.owner, last, pages, score))
             request.num_computed = end
             filling.append((request, start // page_size, end // page_size))
     return queries, filling

@@ -27,6 +27,10 @@ class WaitingQueue:
             heapq.heappop(self._heap)
         return None
 
+    def sample(self, limit: int) -> list[Request]:
+        """At most `limit` of the requests, the first among them, in no particular order."""
+        return [request for _, request in self._heap[:limit] if request.live]
+
     def pop(self) -> Request | None:
         """Take the first request out."""
         request = self.first

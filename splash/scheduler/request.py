@@ -26,6 +26,7 @@ class Progress(msgspec.Struct, frozen=True):
             could not go on with the request. The token of an error means nothing.
         stop_reason: the stop token that ended the request, None for an end of sequence, or what the error was.
         num_cached: tokens of the prompt that were found in the cache when the request first ran.
+        num_output: tokens that the request has generated, this one included.
         prompt_logprobs: with the first token, of the prompt's tokens after the first, where the request asked for them.
     """
 
@@ -35,6 +36,7 @@ class Progress(msgspec.Struct, frozen=True):
     finish_reason: str | None
     stop_reason: int | str | None
     num_cached: int = 0
+    num_output: int = 0
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
@@ -109,6 +111,16 @@ class Request:
     def max_positions(self) -> int:
         """Positions cached if it runs to its end. The last token is returned, not computed on."""
         return self.num_prompt + self.max_tokens - 1
+
+    def progress(
+        self, logprob: TokenLogprob | None, finish_reason: str | None, stop_reason: int | str | None
+    ) -> Progress:
+        """What the last output token brought."""
+        num_output = len(self.tokens) - self.num_prompt
+        scores = tuple(self.scores) if num_output == 1 else ()
+        return Progress(
+            self.id, self.tokens[-1], logprob, finish_reason, stop_reason, self.num_cached, num_output, scores
+        )
 
     def finish(self, eos_token_ids: frozenset[int]) -> tuple[str | None, int | None]:
         """(finish_reason, stop_reason) as of the last output token."""

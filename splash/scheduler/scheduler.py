@@ -31,10 +31,10 @@ from splash.core.errors import RequestError
 from splash.core.pages import HeldPages
 from splash.core.request import SamplingParams
 from splash.core.step import NewRequest, Query, StepOutput, StepPlan
-from splash.scheduler.admission import Admission, Place, check_capacity, holds_any
+from splash.scheduler.admission import Admission, Place, check_capacity, holds_any, is_stuck
 from splash.scheduler.chunks import Batch
 from splash.scheduler.config import SchedulerConfig
-from splash.scheduler.prefix_cache import PrefixCache, extend_keys
+from splash.scheduler.prefix_cache import Keys, PrefixCache, extend_keys
 from splash.scheduler.queries import Filling, make_queries
 from splash.scheduler.queue import WaitingQueue
 from splash.scheduler.request import Progress, Rebase, Request
@@ -100,18 +100,21 @@ class Scheduler:
         """The requests that hold pages, in order of service, those aborted in flight included."""
         return tuple(self._running)
 
-    @property
-    def free_pages(self) -> list[int]:
-        """Free pages on each rank, with those that only the cache holds."""
-        return self.pool.num_free
+    def first_waiting(self, limit: int) -> list[Request]:
+        """Some of the waiting requests, the first ones among them, in no particular order."""
+        return self._waiting.sample(limit)
 
     @property
     def tokens_per_rank(self) -> list[int]:
         """Context tokens of the running requests that each rank owns."""
         return list(self._tokens)
 
-    def add(self, id: int, prompt: Sequence[int], params: SamplingParams, seed: int, priority: int = 0) -> None:
+    def add(
+        self, id: int, prompt: Sequence[int], params: SamplingParams, seed: int, priority: int = 0, keys: Keys = ()
+    ) -> None:
         """Queue a request. `id` is never used again. `max_tokens` is clipped to the model's length.
+
+        `keys` name its first full pages, as far as the caller can: equal ones must mean equal tokens up to there.
 
         Raises:
             RequestError: the prompt is empty, it or its output cannot fit in the model's length or in memory, or the
@@ -130,7 +133,7 @@ class Scheduler:
             raise RequestError("priority", f"must be a 64-bit integer, not {priority!r}")
         max_tokens = min(params.max_tokens, max_model_len - len(prompt))
         new = NewRequest(id, prompt, params, seed)
-        request = Request(id, priority, self._num_arrived, new, len(prompt), max_tokens, list(prompt))
+        request = Request(id, priority, self._num_arrived, new, len(prompt), max_tokens, list(prompt), keys=list(keys))
         for pool in (self.pool, self._pool_before):  # the step in flight may be retracted
             if pool is not None:
                 check_capacity(request, pool, self.config.page_size)
@@ -199,8 +202,7 @@ class Scheduler:
         plan = self._in_flight
         assert plan is not None and (output.step, output.epoch) == (plan.step, plan.epoch), "not the step in flight"
         assert output.requests == tuple([query.request for query in plan.queries if query.sample])
-        self._in_flight = None
-        self._pool_before = None
+        self._in_flight = self._pool_before = None
         if self.config.prefix_cache:
             self._enter_pages()
         progress = []
@@ -223,13 +225,25 @@ class Scheduler:
                 del requests[id]
                 request.live = False
                 retired.append(request)
-            scores = tuple(request.scores) if len(request.tokens) == request.num_prompt + 1 else ()
-            progress.append(Progress(id, token, logprob, finish_reason, stop_reason, request.num_cached, scores))
+            progress.append(request.progress(logprob, finish_reason, stop_reason))
         if retired:
             for request in retired:
                 self._retire(request)
             self._running = [request for request in self._running if request.live]
         return progress
+
+    def first_is_stuck(self) -> tuple[bool, Keys]:
+        """Whether nobody who waits could begin, and the keys of pages whose entry into the cache may change that."""
+        request = self._waiting.first
+        if request is None or self.holds_admission:
+            return True, ()
+        return is_stuck(request, self.config, self.pool, self._running, self._tokens), request.keys
+
+    def skip(self, num_steps: int) -> None:
+        """Count steps that were planned and applied elsewhere: `splash.scheduler.decode_run`."""
+        self._step += num_steps
+        self._released, self._finished = [], []
+        self._count_tokens()
 
     def _enter_pages(self) -> None:
         """Let the cache know the pages that a step has filled."""

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from splash.core.layout import Layout
-from splash.scheduler.footprint import Footprint, received_weight_bytes
+from splash.core.layout import KV, Layout
+from splash.scheduler.footprint import Footprint, Ints, received_weight_bytes
 from splash.scheduler.load import StepLoad
 from splash.scheduler.stages import MICRO
 
@@ -70,11 +70,43 @@ def switch_cost(model: CostModel, source: Layout, target: Layout, load: StepLoad
         load: the running requests, as in the step that commits.
         method: how the switch is carried out.
     """
-    costs, geometry, num_layers = model.stages.costs, model.geometry, model.spec.num_layers
     footprint = Footprint.of(load, model.page_size)
     received = footprint.received(source, target)
-    busiest = int(np.maximum(received, footprint.sent(source, target)).max())
-    weights = received_weight_bytes(geometry, source, target)
+    weights = received_weight_bytes(model.geometry, source, target)
+    return _cost(model, source, target, load, method, received, footprint.sent(source, target), weights)
+
+
+def rebalance_cost(model: CostModel, layout: Layout, load: StepLoad, owner_q: Ints, method: Method) -> SwitchCost:
+    """The cost of going on with `load` in the same layout, which keeps pages with their owners, with other owners.
+
+    Args:
+        model: of the steps before and after.
+        layout: the layout.
+        load: the running requests, as in the step that commits.
+        owner_q: int64 [q], the new owner of each.
+        method: how the change is carried out.
+    """
+    assert layout.kv is KV.REQUEST
+    pages_q = -(-load.context_q // model.page_size)
+    moves_q = owner_q != load.owner_q
+    received = np.bincount(owner_q[moves_q], pages_q[moves_q], load.ranks).astype(np.int64)
+    sent = np.bincount(load.owner_q[moves_q], pages_q[moves_q], load.ranks).astype(np.int64)
+    return _cost(model, layout, layout, load, method, received, sent, 0)
+
+
+def _cost(
+    model: CostModel,
+    source: Layout,
+    target: Layout,
+    load: StepLoad,
+    method: Method,
+    received: Ints,
+    sent: Ints,
+    weights: int,
+) -> SwitchCost:
+    """The cost of moves: int64 [T], pages that each rank receives and sends, and bytes of a layer's weights."""
+    costs, geometry, num_layers = model.stages.costs, model.geometry, model.spec.num_layers
+    busiest = int(np.maximum(received, sent).max())
     pages_s = busiest * geometry.slot_bytes / (costs.page_pull_gb_s * 1e9)
     weights_s = weights / (costs.pull_gb_s * 1e9)
     moves = busiest > 0 or weights > 0

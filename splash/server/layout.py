@@ -16,6 +16,8 @@ from splash.server.schemas import LayoutRequest
 from splash.server.streaming import unless_client_leaves
 from splash.switch.orders import METHODS
 
+AUTO = "auto"
+
 if TYPE_CHECKING:
     from splash.engine.async_engine import AsyncEngine
     from splash.switch.orders import SwitchRecord
@@ -26,14 +28,14 @@ def layout_router(service: Service) -> APIRouter:
     router = APIRouter()
     engine = service.engine
 
-    @router.get("/layout")
-    async def get_layout() -> Response:
-        """The layout that steps run in, those that this model could run in on these ranks, and the switch under way."""
-        service.check_ready()
+    def state() -> Response:
         active = engine.active_switch
         return answer(
             {
                 "layout": engine.layout,
+                "policy": engine.policy,
+                "pinned": engine.pinned,
+                "decision": None if engine.decision is None else msgspec.to_builtins(engine.decision),
                 "ranks": engine.ranks,
                 "hardware": engine.hardware,
                 "layouts": [name for name in LAYOUTS if _is_usable(name, engine)],
@@ -42,10 +44,24 @@ def layout_router(service: Service) -> APIRouter:
             }
         )
 
+    @router.get("/layout")
+    async def get_layout() -> Response:
+        """The layout, who chooses it and why, those that this model could run in here, and the switch under way."""
+        service.check_ready()
+        return state()
+
     @router.post("/layout")
     async def switch_layout(body: LayoutRequest, request: Request) -> Response:
-        """Change the layout while requests run. Answers once the switch has ended."""
+        """Change the layout while requests run, and pin it. Answers once the switch has ended.
+
+        The layout "auto" lets the policy choose again, and answers as GET /layout does.
+        """
         service.check_ready()
+        if body.layout == AUTO:
+            if body.rebalance or body.method != AUTO:
+                raise bad_option(ConfigError("layout", f"{AUTO} leaves method and owners to the policy"))
+            await engine.follow_policy()
+            return state()
         try:
             # A client that leaves does not end the switch: the engine serves others too.
             switching = engine.switch(body.layout, body.method, rebalance=body.rebalance)

@@ -74,6 +74,11 @@ class ServerCollector(Collector):
             yield self._histogram(name, text, [([], histogram)])
         steps = [([layout], histogram) for layout, histogram in list(metrics.steps.items())]
         yield self._histogram("step_seconds", "From the order of a step to its output.", steps, "layout")
+        decision = engine.decision
+        predicted = {} if decision is None else decision.predictions_ms
+        predictions = [([layout], ms / 1e3) for layout, ms in predicted.items() if ms is not None]
+        text = "What the policy expects of a step in each layout that can serve, over its outlook."
+        yield self._gauge("step_predicted_seconds", text, predictions, "layout")
         switches = [(key, count) for key, count in list(metrics.switches.items())]
         yield self._counter("switches", "Switches that have ended.", switches, "from", "to", "method", "status")
         moved = [(key, count) for key, count in list(metrics.switch_bytes.items())]

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from splash.core.decision import Decision
 from splash.switch.manifest import Manifest, RankCopies
 
 Method = Literal["auto", "precopy", "layerwise", "blocking"]
@@ -85,6 +86,7 @@ class SwitchRecord(msgspec.Struct, kw_only=True, rename={"source": "from", "targ
         added_ms: time that the committing step waited for the switch, on the slowest rank.
         background_steps: ordinary steps that copied ahead.
         waited_steps: steps that passed while the switch waited for room.
+        decision: what made a policy ask for it; None where somebody else did.
     """
 
     id: int
@@ -106,3 +108,4 @@ class SwitchRecord(msgspec.Struct, kw_only=True, rename={"source": "from", "targ
     added_ms: float = 0.0
     background_steps: int = 0
     waited_steps: int = 0
+    decision: Decision | None = None

@@ -118,6 +118,24 @@ def test_any_logits_make_one_of_the_choices() -> None:
     assert {sampled(params, seed).decode() for seed in range(40)} == set(choices)
 
 
+def test_json_may_be_indented_but_not_padded() -> None:
+    value = {"a": [1, {"b": None}], "c": "d"}
+    text = json_schema_grammar({"type": "object"})
+
+    def allows(output: str) -> bool:
+        constraint = GRAMMARS.begin(text)
+        for token in [*output.encode(), EOS]:
+            if not allowed_tokens(constraint.mask().unsqueeze(0), VOCABULARY)[0, token]:
+                return False
+            constraint.accept(token)
+        return True
+
+    for form in ({}, {"indent": 2}, {"indent": "\t"}, {"separators": (",", ":")}):
+        assert allows(json.dumps(value, **form))
+    for padding in ("\n\n", "  ", "\n" + " " * 25):
+        assert not allows("{" + padding + "}")
+
+
 def test_requests_with_the_same_grammar_do_not_share_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars, compiled = Grammars(Bytes, VOCABULARY, (EOS, END)), []
     compile = grammar._compile

@@ -164,7 +164,7 @@ def greedy(**fields: object) -> SamplingParams:
     return SamplingParams(temperature=0.0, **{"ignore_eos": True, **fields})
 
 
-@mock.patch("splash.scheduler.queries.MAX_SCORED_ROWS", 3)
+@mock.patch("splash.scheduler.chunks.MAX_SCORED_ROWS", 3)
 @settings(max_examples=150)
 @given(
     layout=st.sampled_from(sorted(LAYOUTS)).map(LAYOUTS.__getitem__),
@@ -273,7 +273,7 @@ def test_every_request_gets_what_it_asked_for(
             assert last.stop_reason == (last.token if last.token != EOS else None)
         else:
             assert (last.finish_reason, last.stop_reason, len(got)) == ("length", None, max_tokens)
-    assert scheduler.free_pages == list(slots)
+    assert scheduler.pool.num_free == list(slots)
     assert scheduler.tokens_per_rank == [0] * len(slots)
     # The next plan tells the ranks to forget whatever they still know.
     scheduler.add(num_requests, [1], greedy(max_tokens=1), 0)
@@ -291,7 +291,7 @@ def test_preemption_recomputes_and_loses_nothing(layout: Layout) -> None:
     count = Counter(progress.id for step in drain(scheduler, group) for progress in step)
     assert count == dict.fromkeys(range(6), 12)
     assert scheduler.num_preemptions > 0
-    assert scheduler.free_pages == [need + 2] * ranks
+    assert scheduler.pool.num_free == [need + 2] * ranks
 
 
 def test_requests_finish_in_order_of_arrival_under_pressure() -> None:
@@ -344,7 +344,7 @@ def test_admission_waits_for_a_page_beyond_the_prompt() -> None:
     scheduler.add(0, [1] * 8, greedy(max_tokens=5), 0)
     scheduler.add(1, [1] * 8, greedy(max_tokens=5), 0)
     plan = scheduler.schedule()
-    assert [query.request for query in plan.queries] == [0, 1] and scheduler.free_pages == [1]
+    assert [query.request for query in plan.queries] == [0, 1] and scheduler.pool.num_free == [1]
     scheduler, group = make(slots=(4,), page_size=4)
     scheduler.add(0, [1] * 8, greedy(max_tokens=5), 0)
     scheduler.add(1, [1] * 8, greedy(max_tokens=5), 0)
@@ -413,9 +413,9 @@ def test_abort_in_flight_frees_pages_only_when_the_step_is_over() -> None:
     plan = scheduler.schedule()
     scheduler.abort(0)
     scheduler.abort(0)
-    assert (scheduler.free_pages, scheduler.num_running, scheduler.has_work) == ([6], 0, False)
+    assert (scheduler.pool.num_free, scheduler.num_running, scheduler.has_work) == ([6], 0, False)
     assert scheduler.apply(group.run(plan)) == []
-    assert (scheduler.free_pages, scheduler.num_running) == ([8], 0)
+    assert (scheduler.pool.num_free, scheduler.num_running) == ([8], 0)
     assert scheduler.schedule() is None
     scheduler.add(1, [1], greedy(), 0)
     plan = scheduler.schedule()

@@ -8,7 +8,8 @@ from typing import Any, Literal
 import pytest
 
 from splash.core.errors import ConfigError
-from splash.settings import build, compose, pick, usage
+from splash.scheduler.policy import PolicyConfig
+from splash.settings import build, compose, groups, pick, usage
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,32 @@ def test_usage_explains_every_option() -> None:
     for option in compose("config", []):
         assert any(line.lstrip("# ").startswith(f"{option}:") and "#" in line for line in text.splitlines()), option
     assert "+hardware=" in text
+
+
+@pytest.mark.parametrize(
+    ("config", "used"),
+    [
+        ("config", ["hardware", "model", "policy"]),
+        ("plan", ["hardware", "model"]),
+        ("calibrate", ["hardware", "model"]),
+    ],
+)
+def test_only_the_groups_that_a_config_uses_are_offered(config: str, used: list[str]) -> None:
+    assert groups(config) == used
+    assert [line.split("=")[0].strip(" +") for line in usage("x", config).splitlines() if line.startswith("  ")] == used
+    with pytest.raises(ConfigError, match="unknown option") as refused:
+        compose(config, ["+workload=poisson"])
+    assert refused.value.field == "workload"
+
+
+def test_a_policy_is_a_group_whose_fields_are_options() -> None:
+    assert compose("config", [])["policy"] == {"kind": "static"}
+    for kind in ("static", "threshold", "cost"):
+        mapping = compose("config", [f"policy={kind}"])["policy"]
+        assert build(PolicyConfig, mapping, "policy.") == PolicyConfig(kind)  # type: ignore[arg-type]
+    assert build(PolicyConfig, compose("config", ["policy=cost", "policy.margin=0.1"])["policy"]).margin == 0.1
+    with pytest.raises(ConfigError, match="unknown policy 'best'; choose one of cost, static, threshold"):
+        compose("config", ["policy=best"])
 
 
 def test_pick_keeps_what_a_dataclass_has() -> None:

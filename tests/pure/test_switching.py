@@ -211,7 +211,7 @@ def test_switches_that_commit_or_fail_lose_nothing(
     else:
         raise AssertionError("livelock")
     assert not live
-    assert scheduler.free_pages == list(slots)
+    assert scheduler.pool.num_free == list(slots)
     assert scheduler.tokens_per_rank == [0] * len(slots)
     scheduler.add(num_requests, [1], greedy(max_tokens=1), 0)
     drain(scheduler, group)
@@ -232,7 +232,7 @@ def test_a_request_must_fit_before_and_after_while_a_switch_is_in_flight() -> No
     scheduler.retract(before)
     group.next_step += 1
     drain(scheduler, group)
-    assert scheduler.free_pages == [4, 4]
+    assert scheduler.pool.num_free == [4, 4]
 
 
 def test_a_request_waits_for_pages_that_a_switch_withholds() -> None:

@@ -20,6 +20,7 @@ import uvicorn
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
+from splash.core.decision import Decision
 from splash.core.errors import ConfigError, SplashError, WorkerError
 from splash.core.layout import check_layout, parse_layout
 from splash.core.request import TokenLogprob
@@ -97,6 +98,9 @@ class ScriptedEngine:
     active_switch: SwitchRecord | None = None
     rebalanced: list[int] = field(default_factory=list)  # ids of the switches asked to
     script: str | None = None
+    policy: str = "static"
+    pinned: bool = False
+    decision: Decision | None = None
     metrics: EngineMetrics = field(default_factory=EngineMetrics)
 
     def __post_init__(self) -> None:
@@ -172,6 +176,7 @@ class ScriptedEngine:
         record = SwitchRecord(id=self._num_switches, source=self.layout, target=layout, asked=method)
         if rebalance:
             self.rebalanced.append(record.id)
+        self.pinned = True
         if self.active_switch is not None:
             self.finish_switch("superseded", f"by switch {record.id}, to {layout}")
         record.status, record.reason = self.switch_ends.get(layout, ("committed", ""))
@@ -197,6 +202,23 @@ class ScriptedEngine:
         self.switch_history.append(record)
         self._switch_ended.set()
         self._switch_ended = asyncio.Event()
+
+    async def follow_policy(self) -> None:
+        self.pinned = False
+
+    def policy_switches(self, decision: Decision) -> None:
+        """What a policy does by itself."""
+        self.decision = decision
+        self._num_switches += 1
+        self.active_switch = SwitchRecord(
+            id=self._num_switches,
+            source=self.layout,
+            target=decision.target,
+            asked=decision.method,
+            method=decision.method,
+            decision=decision,
+        )
+        self.finish_switch("committed", "")
 
     async def abort_switch(self) -> SwitchRecord | None:
         record = self.active_switch

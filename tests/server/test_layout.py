@@ -10,6 +10,8 @@ import httpx
 import openai
 import pytest
 
+from splash.core.decision import Decision
+
 
 def switch(served: Any, layout: str, **options: Any) -> httpx.Response:
     response: httpx.Response = served.http.post("/layout", json={"layout": layout, **options})
@@ -33,12 +35,58 @@ def test_the_layout_that_serves(served: Any) -> None:
     # 4 ranks do not divide 6 heads, so only the layouts with replicated projections could run.
     assert served.http.get("/layout").json() == {
         "layout": "tp",
+        "policy": "static",
+        "pinned": False,
+        "decision": None,
         "ranks": 4,
         "hardware": "cpu",
         "layouts": ["dp", "cp"],
         "methods": ["auto", "precopy", "layerwise", "blocking"],
         "active": None,
     }
+
+
+def test_a_switch_of_the_policy_is_explained(served: Any) -> None:
+    served.engine.policy = "cost"
+    served.engine.policy_switches(
+        Decision(
+            policy="cost",
+            layout="tp",
+            target="dp",
+            switches=True,
+            method="layerwise",
+            predictions_ms={"tp": None, "dp": 11.0, "cp": 12.0, "dop": None, "dcp": None},
+            infeasible={"dop": "4 ranks do not divide 6 heads"},
+            lead=0.2,
+            margin=0.05,
+            gain_s=3.0,
+            cost_s=0.1,
+            horizon_s=20.0,
+            reason="tp is predicted to take 20.0% longer than dp",
+        )
+    )
+    switch(served, "cp")
+    by_policy, by_hand = served.http.get("/layout/history").json()["switches"]
+    made = by_policy["decision"]
+    assert made["predictions_ms"] == {"tp": None, "dp": 11.0, "cp": 12.0, "dop": None, "dcp": None}
+    assert made["infeasible"] == {"dop": "4 ranks do not divide 6 heads"}
+    assert (made["lead"], made["margin"], made["gain_s"], made["cost_s"], made["horizon_s"]) == (0.2, 0.05, 3, 0.1, 20)
+    assert made["reason"] == "tp is predicted to take 20.0% longer than dp" and by_hand["decision"] is None
+    assert served.http.get("/layout").json()["decision"] == made
+
+
+def test_a_switch_by_hand_pins_the_layout_until_auto(served: Any) -> None:
+    served.engine.policy = "cost"
+    assert served.http.get("/layout").json()["pinned"] is False
+    switch(served, "dp")
+    assert served.http.get("/layout").json()["pinned"] is True
+    released = switch(served, "auto")
+    assert released.status_code == 200 and released.json() == served.http.get("/layout").json()
+    assert (released.json()["pinned"], released.json()["policy"], released.json()["layout"]) == (False, "cost", "dp")
+    assert ids(served) == [1]
+    for more in ({"rebalance": True}, {"method": "blocking"}):
+        refused = switch(served, "auto", **more)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "layout")
 
 
 def test_a_committed_switch_answers_its_record(served: Any) -> None:

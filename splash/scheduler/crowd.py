@@ -1,0 +1,188 @@
+"""Crowd: the requests that are there and that are expected, and how their number changes as steps go by.
+
+Running requests end without memory, at the rate that the expected remaining tokens of each give; whoever ends is
+replaced from the queue; arrivals add what Little's law says, rate times the time that each stays.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from splash.scheduler.situation import Situation
+from splash.scheduler.traffic import Arrivals, Floats, Outputs
+
+_HALVINGS = 12  # of the horizon, at most, to find where half of the load has gone
+
+
+class Phase(NamedTuple):
+    """A batch that decodes.
+
+    Attributes:
+        requests: that are wanted at once, by all layouts; a share of one where the engine is idle in between.
+        context: keys that one of them sees, on average.
+        kept: share of them that run already and keep their owners.
+    """
+
+    requests: float
+    context: float
+    kept: float
+
+
+class Prompts(NamedTuple):
+    """Prompts that are to be computed.
+
+    Attributes:
+        rows: tokens left.
+        requests: how many prompts.
+        position: where the rows are, on average.
+    """
+
+    rows: float
+    requests: float
+    position: float
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """The requests that are there and that are expected, in numbers that change as steps go by.
+
+    Attributes:
+        remaining_n: expected tokens of each running request.
+        tokens_n: tokens of each.
+        decoding, prefilling: how many of them decode, and have prompts left.
+        rows_left, start: rows of those prompts, and where on average they are to be computed.
+        queue, prompt: waiting requests, and their mean tokens.
+        rate, arriving: arrivals a second, and their mean tokens.
+        lasting_s: how long more they are expected.
+        found: share of a prompt that need not be computed, since it is in the prefix cache.
+        output: tokens that a new request is expected to generate.
+        most: requests that may run at once.
+    """
+
+    remaining_n: Floats
+    tokens_n: Floats
+    decoding: int
+    prefilling: int
+    rows_left: float
+    start: float
+    queue: int
+    prompt: float
+    rate: float
+    arriving: float
+    lasting_s: float
+    found: float
+    output: float
+    most: int
+    _known: dict[float, tuple[float, float]] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def of(cls, situation: Situation, arrivals: Arrivals, outputs: Outputs, most: int) -> Crowd:
+        """The crowd of a situation, with what traffic has been like, where at most `most` run at once."""
+        expected, new = outputs.remaining(situation.outputs_n)
+        left = situation.length_n - situation.computed_n
+        prefilling, rows_left, start = 0, 0.0, 0.0
+        if int(left.max(initial=0)) > 1:
+            is_prefill = left > 1
+            prefilling, rows_left = int(np.count_nonzero(is_prefill)), float(left[is_prefill].sum())
+            start = float((left * (situation.computed_n + left / 2))[is_prefill].sum()) / rows_left
+        waiting = [len(request.tokens) for request in situation.waiting]
+        allowed = [request.max_tokens for request in situation.waiting]
+        return cls(
+            remaining_n=np.minimum(expected, situation.allowed_n),
+            tokens_n=situation.length_n.astype(np.float64),
+            decoding=len(left) - prefilling,
+            prefilling=prefilling,
+            rows_left=rows_left,
+            start=start,
+            queue=situation.num_waiting,
+            prompt=sum(waiting) / len(waiting) if waiting else arrivals.prompt_tokens,
+            rate=arrivals.rate(situation.now),
+            arriving=arrivals.prompt_tokens,
+            lasting_s=arrivals.lasting_s(situation.now),
+            found=arrivals.found_share,
+            output=min(new, sum(allowed) / len(allowed)) if allowed else new,
+            most=most,
+        )
+
+    @property
+    def running(self) -> int:
+        """Requests that run now."""
+        return len(self.remaining_n)
+
+    @property
+    def wanted(self) -> float:
+        """Requests that would run now if memory allowed it."""
+        return float(min(self.most, self.running + self.queue))
+
+    def _survivors(self, steps: float) -> tuple[float, float]:
+        """(running requests left after so many steps, their tokens then)."""
+        known = self._known.get(steps)
+        if known is None:
+            alive_n = np.exp(steps / -self.remaining_n)
+            left = float(alive_n.sum())
+            known = self._known[steps] = left, float(alive_n @ self.tokens_n) + left * steps
+        return known
+
+    def _newcomers(self, steps: float, step_s: float, left: float) -> tuple[float, float, float]:
+        """After so many steps: (those admitted now that are left, those that replaced others, arrivals that run)."""
+        admitted, gone = self.wanted - self.running, 1 - math.exp(-steps / self.output)
+        ended = self.running - left + admitted * gone
+        arrived = 0.0
+        if self.rate and step_s:
+            while_they_come = min(steps, self.lasting_s / step_s)
+            arrived = 1 - math.exp(-while_they_come / self.output)
+            arrived *= self.rate * step_s * self.output * math.exp((while_they_come - steps) / self.output)
+        return admitted * (1 - gone), min(self.queue - admitted, ended), arrived
+
+    def _requests(self, steps: float, step_s: float) -> float:
+        left, _ = self._survivors(steps)
+        return min(float(self.most), left + sum(self._newcomers(steps, step_s, left)))
+
+    def steps_to_half(self, most: float, step_s: float) -> float:
+        """Steps until half of what is wanted now has gone, at most `most`, to within a factor of 2."""
+        for _ in range(_HALVINGS):
+            if self._requests(most, step_s) >= self.wanted / 2:
+                break
+            most /= 2
+        return max(1.0, most)
+
+    def later(self, steps: float, step_s: float) -> Phase:
+        """The batch after so many steps."""
+        left, tokens = self._survivors(steps)
+        admitted, replaced, arrived = self._newcomers(steps, step_s, left)
+        there = left + admitted + replaced + arrived
+        grown = min(steps, self.output) / 2
+        tokens += (admitted + replaced) * (self.prompt + grown) + arrived * (self.arriving + grown)
+        return Phase(min(float(self.most), there), tokens / max(there, 1e-9), left / max(there, 1e-9))
+
+    def backlog(self) -> Prompts:
+        """The prompts that can be computed together at once: those of running requests and of those admitted now."""
+        admitted = self.wanted - self.running
+        rows = self.rows_left + admitted * self.prompt * (1 - self.found)
+        position = self.rows_left * self.start + admitted * self._positions(self.prompt)
+        return Prompts(rows, self.prefilling + admitted, position / max(1.0, rows))
+
+    def _positions(self, tokens: float) -> float:
+        """The sum of the positions of the rows of a prompt that are computed: those behind what is found."""
+        return tokens**2 * (1 - self.found**2) / 2
+
+    def stream(self, steps: float, step_s: float) -> Prompts:
+        """The prompts that come one by one in so many steps: replacements, and arrivals that need not queue."""
+        left, _ = self._survivors(steps)
+        replaced = self._newcomers(steps, step_s, left)[1]
+        arrived = 0.0
+        if self.queue <= self.wanted - self.running + replaced:
+            arrived = self.rate * min(step_s * steps, self.lasting_s)
+        rows = (replaced * self.prompt + arrived * self.arriving) * (1 - self.found)
+        position = replaced * self._positions(self.prompt) + arrived * self._positions(self.arriving)
+        return Prompts(rows, replaced + arrived, position / max(1.0, rows))
+
+    def found_tokens(self, steps: float, step_s: float) -> float:
+        """Tokens of the prompts that are expected in so many steps that are found in the cache."""
+        stream = self.stream(steps, step_s)
+        there = (self.wanted - self.running) * self.prompt * self.found
+        return there + stream.rows * self.found / max(1e-3, 1 - self.found)

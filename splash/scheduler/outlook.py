@@ -1,0 +1,281 @@
+"""Outlook: what the next while will hold, and how long each layout would take over it.
+
+One step says little: a chunk of a prefill would make any layout look best or worst. The outlook is the work that is
+known and expected until the load has changed by half, or the horizon is reached:
+
+- decode steps, half of them with the requests that are wanted at its begin, half with those at its end
+  (`splash.scheduler.crowd`);
+- the rows of prompts that are to be prefilled meanwhile, in chunks beside decodes: those that are there, as many at a
+  time as a step has rows for, and those that come, as they come; as uneven as prompts are.
+
+A layout whose memory holds only n of the N requests that are wanted serves them in N / n waves of the smaller batch:
+
+    T(layout) = sum over both halves of steps x N / n x step(n)  +  prefill steps x (mixed step - decode step)     [s]
+
+which compares the throughput of layouts with the admission that each allows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from splash.core.layout import KV, Layout
+from splash.scheduler.cost_model import CostModel
+from splash.scheduler.crowd import Crowd, Phase
+from splash.scheduler.room import Room
+from splash.scheduler.situation import Ints, Situation
+from splash.scheduler.step_times import Shape, StepTimes, coarsely, on_coarse_grid, on_grid
+from splash.scheduler.traffic import Arrivals, Outputs
+
+SKEW_STEPS = 10  # a skew is told to a tenth
+
+
+@dataclass(frozen=True)
+class Skew:
+    """How uneven the owners of the running requests are: the busiest rank over the average.
+
+    Attributes:
+        requests: its requests.
+        keys: their tokens.
+    """
+
+    requests: float
+    keys: float
+
+
+EVEN = Skew(1.0, 1.0)
+
+
+def skew_of(owner_n: Ints, tokens_n: Ints, ranks: int) -> Skew:
+    """The skew of requests with those owners and tokens."""
+    if not len(owner_n):
+        return EVEN
+    tokens_T = np.bincount(owner_n, tokens_n, ranks)
+    requests_T = np.bincount(owner_n, None, ranks)
+    top = int(tokens_T.argmax())
+    requests, keys = requests_T[top] * ranks / len(owner_n), tokens_T[top] * ranks / tokens_T.sum()
+    return Skew(round(requests * SKEW_STEPS) / SKEW_STEPS, round(keys * SKEW_STEPS) / SKEW_STEPS)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Steps that carry chunks.
+
+    Attributes:
+        steps: of them.
+        chunks, rows, start: chunks of a step, rows of each on average, and positions before it.
+        top_rows: rows of each on the busiest rank.
+        decoding: requests that decode beside them.
+    """
+
+    steps: float
+    chunks: int
+    rows: int
+    start: int
+    top_rows: int
+    decoding: float
+
+
+class Shapes:
+    """Shapes of decode steps on the grid, worked out once for all layouts that ask for the same.
+
+    Args:
+        ranks: T.
+        longest: tokens of the longest request.
+    """
+
+    def __init__(self, ranks: int, longest: int) -> None:
+        self._ranks = ranks
+        self._longest = longest
+        self._known: dict[tuple[Phase, int, bool, Skew | None], Shape] = {}
+
+    def of(self, phase: Phase, singles: int, has_owners: bool, skew: Skew | None) -> Shape:
+        """A step of `singles` requests of a phase, on ranks with owners of that skew, None for even ones."""
+        key = (phase, singles, has_owners, skew if has_owners else None)
+        shape = self._known.get(key)
+        if shape is None:
+            shape = self._known[key] = self._make(phase, singles, has_owners, skew or EVEN)
+        return shape
+
+    def _make(self, phase: Phase, singles: int, has_owners: bool, skew: Skew) -> Shape:
+        singles, context = on_grid(singles), on_grid(max(1, round(phase.context)))
+        even = -(-singles // self._ranks)
+        if not (has_owners and singles):
+            return Shape(singles, context, even, context)
+        # Of requests that come, each goes to the rank with the least.
+        mean = singles / self._ranks
+        top = min(singles, max(even, round(mean * (1 + (skew.requests - 1) * phase.kept))))
+        keys = max(even * context, mean * context * (1 + (skew.keys - 1) * phase.kept))
+        keys = min(max(keys, min(self._longest, singles * context)), singles * context)
+        return Shape(singles, context, top, on_grid(max(1, round(keys / top))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """The work of the next while, the same for every layout.
+
+    Attributes:
+        first, last: the batch at its begin and at its end.
+        decode_steps: that each request takes, half of them in either batch.
+        prefills: steps that carry chunks as well, of the backlog and of what comes.
+        found_tokens: of its prompts, that need not be computed as long as the prefix cache has them.
+        page_share: pages of requests over those that they would hold if none were shared.
+        skew: of the owners now.
+        shapes: of its steps.
+    """
+
+    first: Phase
+    last: Phase
+    decode_steps: float
+    prefills: tuple[Prefill, ...]
+    found_tokens: float
+    page_share: float
+    skew: Skew
+    shapes: Shapes
+
+    @property
+    def steps(self) -> float:
+        """Steps that it takes where all that is wanted fits."""
+        return max(sum(prefill.steps for prefill in self.prefills), self.decode_steps)
+
+
+def _on_ladder(phase: Phase, first: Phase) -> Phase:
+    """About `phase`, whole steps of `COARSE` away from `first`: what is far ahead is not known to a percent."""
+    return Phase(
+        first.requests * coarsely(phase.requests / first.requests),
+        first.context * coarsely(phase.context / first.context),
+        phase.kept,
+    )
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """What is asked of a layout again and again."""
+
+    has_owners: bool
+    times: StepTimes
+    index: int  # of the layout in `times`
+    capacity: Callable[[float], float]
+
+
+class Forecaster:
+    """Makes outlooks and predicts them.
+
+    Args:
+        model: predicts steps.
+        room: what fits.
+        max_num_seqs: most requests that run at once.
+        max_batched_tokens: most rows a step.
+        horizon_s: the longest outlook, seconds.
+    """
+
+    def __init__(
+        self, model: CostModel, room: Room, max_num_seqs: int, max_batched_tokens: int, horizon_s: float
+    ) -> None:
+        self._lanes: dict[Layout, _Lane] = {}
+        for has_owners in (False, True):
+            layouts = [layout for layout in model.layouts if (layout.kv is KV.REQUEST) == has_owners]
+            times = StepTimes(model, layouts)
+            for index, layout in enumerate(layouts):
+                self._lanes[layout] = _Lane(has_owners, times, index, room.capacity(layout))
+        self._ranks = model.ranks
+        self._page_size = model.page_size
+        self._max_running = min(max_num_seqs, max_batched_tokens)
+        self._max_rows = max_batched_tokens
+        self._horizon_s = horizon_s
+
+    def look(self, situation: Situation, arrivals: Arrivals, outputs: Outputs) -> Outlook:
+        """The outlook from a situation in which anything runs or waits."""
+        crowd = Crowd.of(situation, arrivals, outputs, self._max_running)
+        skew = skew_of(situation.owner_n, situation.length_n, situation.ranks)
+        shapes = Shapes(self._ranks, int(situation.length_n.max(initial=1)))
+        lane, share, first = self._lanes[situation.layout], situation.page_share, crowd.later(0.0, 0.0)
+        batch = self._batch(lane, first, share)
+        decode = lane.times.seconds(shapes.of(first, round(batch), lane.has_owners, skew))[lane.index]
+        step_s = first.requests / batch * decode
+        steps = crowd.steps_to_half(self._horizon_s / step_s, step_s)
+        prefills = self._prefills(crowd, arrivals, steps, step_s)
+        prefill_s = sum(self._prefill(lane, prefill, shapes, first, batch, covered=0.0) for prefill in prefills)
+        if prefill_s > self._horizon_s:
+            prefills = [replace(each, steps=each.steps * self._horizon_s / prefill_s) for each in prefills]
+            prefill_s = self._horizon_s
+        # Decodes go on beside chunks, and by themselves for what is left of the horizon.
+        alone = max(0.0, self._horizon_s - prefill_s) / step_s
+        steps = min(steps, sum(prefill.steps for prefill in prefills) + alone)
+        return Outlook(
+            first=first,
+            last=_on_ladder(crowd.later(steps, step_s), first),
+            decode_steps=steps,
+            prefills=tuple(prefills),
+            found_tokens=crowd.found_tokens(steps, step_s),
+            page_share=share,
+            skew=skew,
+            shapes=shapes,
+        )
+
+    def seconds(self, layout: Layout, outlook: Outlook, skew: Skew | None) -> float:
+        """How long the outlook takes in `layout` with owners of that skew, None for even ones."""
+        lane, seconds, steps, batch = self._lanes[layout], 0.0, 0.0, 1.0
+        for phase in (outlook.last, outlook.first):
+            batch = self._batch(lane, phase, outlook.page_share)
+            waves = outlook.decode_steps / 2 * phase.requests / batch
+            shape = outlook.shapes.of(phase, round(batch), lane.has_owners, skew)
+            seconds += waves * lane.times.seconds(shape)[lane.index]
+            steps += waves
+        for prefill in outlook.prefills:
+            seconds += self._prefill(lane, prefill, outlook.shapes, outlook.first, batch, steps)
+            steps = max(0.0, steps - prefill.steps)
+        return seconds
+
+    def recompute_s(self, layout: Layout, outlook: Outlook, tokens: int) -> float:
+        """Seconds to compute, in `layout`, what of the outlook's prompts would have been found in `tokens` of cache."""
+        lost, lane = min(float(tokens), outlook.found_tokens), self._lanes[layout]
+        if not (lost and outlook.prefills):
+            return 0.0
+        batch = self._batch(lane, outlook.first, outlook.page_share)
+        prefill = outlook.prefills[-1]
+        seconds = self._prefill(lane, prefill, outlook.shapes, outlook.first, batch, prefill.steps)
+        return seconds * lost / (prefill.steps * prefill.chunks * prefill.rows)
+
+    def _prefills(self, crowd: Crowd, arrivals: Arrivals, steps: float, step_s: float) -> list[Prefill]:
+        """The prefill steps beside so many decode steps. Prompts are computed one after another."""
+        backlog, stream = crowd.backlog(), crowd.stream(steps, step_s)
+        prefills = []
+        for prompts, at_once in ((backlog, backlog.requests), (stream, max(1.0, stream.requests / steps))):
+            if prompts.rows < 1:
+                continue
+            decoding = (crowd.decoding + crowd.wanted) / 2 if prompts is backlog else crowd.wanted
+            budget, each = max(2.0, self._max_rows - decoding), max(2.0, prompts.rows / prompts.requests)
+            chunks = on_coarse_grid(max(1, min(math.ceil(at_once), math.ceil(budget / each))))
+            rows = on_coarse_grid(max(2, round(min(each, budget / chunks))))
+            start = self._page_size * on_coarse_grid(max(0, round((prompts.position - rows / 2) / self._page_size)))
+            top = on_coarse_grid(round(rows * arrivals.unevenness(chunks, self._ranks)))
+            prefills.append(Prefill(prompts.rows / (chunks * rows), chunks, rows, start, top, decoding))
+        return prefills
+
+    def _batch(self, lane: _Lane, phase: Phase, share: float) -> float:
+        """Requests of a phase that run at once in a layout. Those that run now do fit."""
+        pages = max(1.0, math.ceil(phase.context / self._page_size + 0.5) * share)
+        return max(1.0, min(phase.requests, max(phase.kept * phase.requests, lane.capacity(pages))))
+
+    def _prefill(
+        self, lane: _Lane, prefill: Prefill, shapes: Shapes, phase: Phase, batch: float, covered: float
+    ) -> float:
+        """Seconds that the chunks add to `covered` steps of decodes."""
+        alone = shapes.of(phase, round(min(prefill.decoding, batch)), lane.has_owners, None)
+        mixed = Shape(
+            alone.singles,
+            alone.context,
+            alone.top_singles,
+            alone.top_context,
+            prefill.chunks,
+            prefill.rows,
+            prefill.start,
+            prefill.top_rows,
+        )
+        seconds = prefill.steps * lane.times.seconds(mixed)[lane.index]
+        return seconds - min(prefill.steps, covered) * lane.times.seconds(alone)[lane.index]

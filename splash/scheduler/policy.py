@@ -1,0 +1,186 @@
+"""Policy: which layout to go on in. Asked after steps have been submitted, so that ranks work while it decides.
+
+    static      never changes anything
+    threshold   plain rules on the load (`splash.scheduler.threshold`)
+    cost        predicted time over an outlook (`splash.scheduler.cost_policy`)
+
+What both of the latter share is here: how often to decide, and what keeps them from switching too often.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from splash.core.decision import Decision
+from splash.core.errors import ConfigError
+from splash.core.layout import Layout
+from splash.core.memory import ArenaGeometry
+from splash.scheduler.situation import Situation
+
+Kind = Literal["static", "threshold", "cost"]
+KINDS: tuple[Kind, ...] = ("static", "threshold", "cost")
+BACKOFF_DOUBLINGS = 7
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """How the layout is chosen while serving. conf/policy has the fields that each kind reads.
+
+    Attributes:
+        kind: "static", "threshold" or "cost".
+        interval_ms: decide at most this often, milliseconds; the cost policy also waits for a hundredth of its outlook.
+        cooldown_s: after a switch, the least time until the next, seconds.
+        backoff_s: after a switch that was refused or failed, the time until the same is tried again, seconds; doubled
+            each further time.
+        margin: cost: switch only if the present layout takes longer by more than this share.
+        settle_s: cost: leads are averaged over about so long before they count, seconds.
+        horizon_s: cost: how far ahead to look at most, seconds.
+        safety: cost: switch only if it gains this many times what it costs.
+        few_requests: threshold: up to so many live requests are few.
+        long_prompt_tokens: threshold: requests of so many tokens are long.
+        kv_full: threshold: share of the pages of `dp` from which memory counts as full.
+        hysteresis: threshold: a rule that holds lets go only this share beyond its bound.
+
+    Raises:
+        ConfigError: naming the field that is out of range.
+    """
+
+    kind: Kind = "static"
+    interval_ms: float = 50.0
+    cooldown_s: float = 2.0
+    backoff_s: float = 5.0
+    margin: float = 0.05
+    settle_s: float = 0.5
+    horizon_s: float = 30.0
+    safety: float = 2.0
+    few_requests: int = 4
+    long_prompt_tokens: int = 32768
+    kv_full: float = 0.9
+    hysteresis: float = 0.25
+
+    def __post_init__(self) -> None:
+        for name, ok, accepted in (
+            ("kind", self.kind in KINDS, f"one of {', '.join(KINDS)}"),
+            ("interval_ms", 0 <= self.interval_ms < math.inf, "at least 0"),
+            ("cooldown_s", 0 <= self.cooldown_s < math.inf, "at least 0"),
+            ("backoff_s", 0 < self.backoff_s < math.inf, "above 0"),
+            ("margin", 0 <= self.margin < math.inf, "at least 0"),
+            ("settle_s", 0 <= self.settle_s < math.inf, "at least 0"),
+            ("horizon_s", 0 < self.horizon_s < math.inf, "above 0"),
+            ("safety", 1 <= self.safety < math.inf, "at least 1"),
+            ("few_requests", self.few_requests >= 0, "at least 0"),
+            ("long_prompt_tokens", self.long_prompt_tokens >= 1, "at least 1"),
+            ("kv_full", 0 < self.kv_full <= 1, "above 0 and at most 1"),
+            ("hysteresis", 0 <= self.hysteresis < 1, "at least 0 and below 1"),
+        ):
+            if not ok:
+                raise ConfigError(f"policy.{name}", f"must be {accepted}, not {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a policy knows of the engine.
+
+    Attributes:
+        geometry: of the arenas.
+        max_num_seqs: most requests that run at once.
+        max_batched_tokens: most rows a step.
+        staging_bytes: most that a rank may stage for one layer of a switch.
+        copy_bytes: most that a rank copies ahead of a switch after one step.
+        mem_fraction: share of the device's memory that may be used.
+    """
+
+    geometry: ArenaGeometry
+    max_num_seqs: int
+    max_batched_tokens: int
+    staging_bytes: int
+    copy_bytes: int
+    mem_fraction: float = 1.0
+
+
+class Policy(Protocol):
+    """Chooses layouts. All times are seconds on the clock of the loop that asks."""
+
+    @property
+    def due_s(self) -> float:
+        """The time from which it decides again; before that, asking it changes nothing."""
+
+    def arrived(self, now: float, num_prompt_tokens: int) -> None:
+        """A request has come."""
+
+    def finished(self, num_output_tokens: int) -> None:
+        """A request has ended by itself with so many tokens."""
+
+    def decide(self, situation: Situation) -> Decision | None:
+        """What to do now. None where there is nothing to decide on, or it is too early to decide again."""
+
+    def switched(self, target: Layout, status: str, now: float) -> None:
+        """A switch to `target` has ended with a status of `SwitchRecord`; with the present layout, a rebalance."""
+
+
+class StaticPolicy:
+    """Keeps the layout."""
+
+    due_s = math.inf
+
+    def arrived(self, now: float, num_prompt_tokens: int) -> None:
+        """Nothing to learn."""
+
+    def finished(self, num_output_tokens: int) -> None:
+        """Nothing to learn."""
+
+    def decide(self, situation: Situation) -> Decision | None:
+        """Never anything."""
+        return None
+
+    def switched(self, target: Layout, status: str, now: float) -> None:
+        """Nothing to learn."""
+
+
+@dataclass(eq=False)
+class Restraint:
+    """Keeps a policy from deciding too often and from trying again what has just failed.
+
+    Attributes:
+        config: the times.
+        due_s: when the next decision is due.
+    """
+
+    config: PolicyConfig
+    due_s: float = -math.inf
+    _cool_until_s: float = -math.inf
+    _tries: dict[Layout, int] = field(default_factory=dict)  # that came to nothing, one after another
+    _blocked_until_s: dict[Layout, float] = field(default_factory=dict)
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time to decide again; if so, the interval begins anew."""
+        if now < self.due_s:
+            return False
+        self.due_s = now + self.config.interval_ms / 1e3
+        return True
+
+    def rest(self, now: float, seconds: float) -> None:
+        """Decide no earlier than in so many seconds."""
+        self.due_s = max(self.due_s, now + seconds)
+
+    def held_back(self, target: Layout, now: float) -> str:
+        """Why a switch to `target` has to wait, or an empty string."""
+        if now < self._cool_until_s:
+            return f"the last switch was less than {self.config.cooldown_s:g} s ago"
+        until = self._blocked_until_s.get(target, -math.inf)
+        if now < until:
+            return f"the last try came to nothing, and the next is due in {until - now:.1f} s"
+        return ""
+
+    def switched(self, target: Layout, status: str, now: float) -> None:
+        """See `Policy.switched`."""
+        if status == "committed":
+            self._cool_until_s = now + self.config.cooldown_s
+            self._tries.pop(target, None)
+            self._blocked_until_s.pop(target, None)
+        elif status in ("refused", "failed", "aborted"):
+            tries = self._tries.get(target, 0)
+            self._tries[target] = min(tries + 1, BACKOFF_DOUBLINGS)
+            self._blocked_until_s[target] = now + self.config.backoff_s * 2**tries

@@ -1,0 +1,115 @@
+"""What is expected of requests, against what the same requests really do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from splash.scheduler.traffic import UNKNOWN_TOKENS, WINDOW_S, Arrivals, Outputs, unevenness
+
+
+def ages(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+@pytest.mark.parametrize("name", ["uniform", "lognormal", "two kinds"])
+def test_remaining_tokens_are_the_mean_of_what_longer_requests_had(name: str) -> None:
+    random = np.random.default_rng(3)
+    lengths = {
+        "uniform": random.integers(1, 2000, 800),
+        "lognormal": np.exp(random.normal(5.5, 0.8, 800)).astype(int) + 1,
+        "two kinds": np.where(random.random(800) < 0.7, random.integers(10, 30, 800), random.integers(1500, 2500, 800)),
+    }[name]
+    outputs = Outputs()
+    for length in lengths.tolist():
+        outputs.add(length)
+    for age in (0, 10, 100, 400):
+        left, new = outputs.remaining(ages(age))
+        expected = (lengths[lengths > age] - age).mean()
+        assert left[0] == pytest.approx(expected, rel=0.25), age
+        assert new == pytest.approx(lengths.mean(), rel=0.15)
+
+
+def test_running_requests_correct_the_bias_of_those_that_have_finished() -> None:
+    """Long outputs finish later: soon after the start, finished ones are the short ones."""
+    random = np.random.default_rng(4)
+    lives, elapsed = random.exponential(1000, 400), random.uniform(0, 1500, 400)
+    outputs = Outputs()
+    for life in lives[lives < elapsed]:
+        outputs.add(int(life))
+    naive = lives[lives < elapsed].mean()
+    _, new = outputs.remaining(elapsed[lives >= elapsed].astype(np.int64))
+    assert naive < 600 and new == pytest.approx(1000, rel=0.25)
+
+
+def test_beyond_what_has_been_seen_a_request_goes_on_for_as_long_as_it_has() -> None:
+    outputs = Outputs()
+    assert outputs.remaining(ages(0, 5000))[0].tolist() == pytest.approx([UNKNOWN_TOKENS, 5000], rel=0.02)
+    outputs = Outputs()
+    for _ in range(100):
+        outputs.add(300)
+    left, new = outputs.remaining(ages(100, 4000, 9000))
+    assert left.tolist() == pytest.approx([200, 4000, 9000], rel=0.2) and new == pytest.approx(300, rel=0.1)
+
+
+@given(
+    finished=st.lists(st.integers(1, 1 << 20), max_size=40),
+    running=st.lists(st.integers(0, 1 << 20), max_size=40),
+)
+def test_expectations_are_positive_and_finite(finished: list[int], running: list[int]) -> None:
+    outputs = Outputs()
+    for length in finished:
+        outputs.add(length)
+    left, new = outputs.remaining(ages(*running))
+    assert len(left) == len(running) and np.isfinite(left).all() and (left >= 1).all() and 1 <= new < 1 << 24
+
+
+def test_the_rate_of_steady_arrivals_is_found() -> None:
+    random, arrivals, now = np.random.default_rng(5), Arrivals(), 0.0
+    for gap in random.exponential(1 / 20, 2000).tolist():
+        now += gap
+        arrivals.add(now, 700)
+    assert arrivals.rate(now) == pytest.approx(20, rel=0.25)
+    assert arrivals.prompt_tokens == pytest.approx(700)
+
+
+def test_arrivals_are_expected_for_as_long_as_they_have_come() -> None:
+    arrivals = Arrivals()
+    assert arrivals.lasting_s(3.0) == 0
+    for tick in range(50):
+        arrivals.add(10 + tick / 10, 100)
+    assert arrivals.lasting_s(15.0) == pytest.approx(5.0)
+    arrivals.add(90.0, 100)  # after a lull
+    assert arrivals.lasting_s(91.0) == pytest.approx(1.0)
+
+
+def test_the_share_of_prompts_that_is_found_follows_the_last_ones() -> None:
+    arrivals, queried, hit = Arrivals(), 0, 0
+    assert arrivals.found_share == 0
+    for turn in range(400):
+        arrivals.add(float(turn), 1000)
+        queried, hit = queried + 1000, hit + (900 if turn >= 200 else 100)
+        arrivals.found(queried, hit)
+        arrivals.found(queried, hit)  # asked again, nothing new
+        if turn == 199:
+            assert arrivals.found_share == pytest.approx(0.1)
+    assert arrivals.found_share == pytest.approx(0.9, abs=0.05)
+
+
+def test_unevenness_is_the_rows_of_the_busiest_rank_over_those_of_equal_prompts() -> None:
+    assert unevenness([100] * 64, 8, 8) == unevenness([100] * 64, 12, 8) == pytest.approx(1)
+    assert unevenness([100, 300] * 32, 2, 8) == pytest.approx(1.5)  # 300 where equal prompts would be 200
+    assert unevenness([1, 3, 1, 1], 4, 2) == pytest.approx(4 / 3)  # 2 and 4 rows where equal ones would be 3
+    assert unevenness([100], 8, 8) == 1  # too few to tell
+
+
+def test_a_burst_is_no_rate_once_it_is_over() -> None:
+    arrivals = Arrivals()
+    assert arrivals.rate(5.0) == 0 and arrivals.prompt_tokens == 0
+    for _ in range(1000):
+        arrivals.add(10.0, 100)
+    assert arrivals.rate(10.0) == pytest.approx(1000 / WINDOW_S)
+    assert arrivals.rate(11.0) == pytest.approx(3.0)
+    assert arrivals.rate(1000.0) < 0.01
