@@ -67,6 +67,9 @@ class InstantExecutor:
     def check(self) -> None:
         """Nothing can die."""
 
+    def restart(self, layout: str) -> None:
+        """Nothing is to be started anew."""
+
     def close(self) -> None:
         """Nothing was started."""
 
@@ -76,7 +79,8 @@ class Counting:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self.collect, self.check, self.close = executor.collect, executor.check, executor.close
+        self.collect, self.check = executor.collect, executor.check
+        self.restart, self.close = executor.restart, executor.close
         self.admissions: list[int] = []
         self.preemptions: list[tuple[int, int]] = []
         self.request_steps = 0

@@ -96,13 +96,17 @@ class TimedExecutor(Executor):
         now, run = time.perf_counter(), self._run
         assert run is not None
         rows = sum(len(query.tokens) for query in run.plan.queries)
-        times = now - self._sent, now - self._done
-        self.steps.append(StepTime(*times, rows, run.switch is not None, run.ahead is not None))
+        self.steps.append(
+            StepTime(now - self._sent, now - self._done, rows, run.switch is not None, run.ahead is not None)
+        )
         self._done = now
         return result
 
     def check(self) -> None:
         self._inner.check()
+
+    def restart(self, layout: str) -> None:
+        self._inner.restart(layout)
 
     def close(self) -> None:
         self._inner.close()
@@ -414,9 +418,7 @@ def print_tables(run: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         for way in (way for way in WAYS if moving and way in moving[0]):
             mean, blocking = (statistics.fmean(row[w]["added_ms"]["p50"] for row in moving) for w in (way, WAYS[0]))
             below = f", {1 - mean / blocking:.0%} below blocking" if way != WAYS[0] else ""
-            console.print(
-                f" {way} adds {mean:.2f} ms on average of {len(moving)} directions that move something{below}"
-            )
+            console.print(f" {way} adds {mean:.2f} ms on average of {len(moving)} directions that move anything{below}")
 
 
 def _table(title: str, part: str, rows: list[dict[str, Any]]) -> Table:
@@ -439,7 +441,6 @@ def _table(title: str, part: str, rows: list[dict[str, Any]]) -> Table:
         if part == "decode":
             precopy = figures["precopy"]
             line += [*_added(precopy), _percent(precopy["below_blocking"]), _percent(precopy["of_step"])]
-            # With nothing to copy, or no room to, the commit was another way's.
             ahead = f"{precopy['background_steps']:.1f}" if "precopy" in precopy["methods"] else "none"
             line += [ahead, _percent(precopy["copying_slowdown"])]
         table.add_row(*line)

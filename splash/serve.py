@@ -34,10 +34,13 @@ from splash.machine import with_description
 from splash.model.choice import ModelChoice
 from splash.server.app import create_app
 from splash.server.auth import read_keys
+from splash.server.intake import Intake
+from splash.server.logs import LOGGER, configure_logging
 from splash.server.settings import ServerSettings
 from splash.settings import build, compose, pick, usage
 
 _DEATH_POLL_S = 0.2
+_FLUSH_S = 1  # until connections are closed on clients that have not read all that was sent
 
 
 @dataclass(frozen=True)
@@ -58,15 +61,25 @@ class ServeOptions:
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     tool_format: Literal["auto", "deepseek", "glm", "tagged_json", "json"] = "auto"
-    shutdown_grace_s: int = 5
+    shutdown_grace_s: float = 30.0
+    max_concurrent_requests: int = 1024
+    request_timeout_s: float | None = None
+    stalled_timeout_s: float = 60.0
+    log_format: Literal["text", "json"] = "text"
+    log_requests: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError("port", f"must be between 0 and 65535, not {self.port}")
-        if self.shutdown_grace_s < 0:
-            raise ConfigError("shutdown_grace_s", f"must be at least 0, not {self.shutdown_grace_s}")
-        if self.max_body_mib <= 0:
-            raise ConfigError("max_body_mib", f"must be above 0, not {self.max_body_mib}")
+        for field, ok, accepted in (
+            ("shutdown_grace_s", self.shutdown_grace_s >= 0, "at least 0"),
+            ("max_concurrent_requests", self.max_concurrent_requests >= 1, "at least 1"),
+            ("request_timeout_s", self.request_timeout_s is None or self.request_timeout_s > 0, "above 0"),
+            ("stalled_timeout_s", 1 <= self.stalled_timeout_s <= 86400, "between 1 and 86400"),
+            ("max_body_mib", self.max_body_mib > 0, "above 0"),
+        ):
+            if not ok:
+                raise ConfigError(field, f"must be {accepted}, not {getattr(self, field)!r}")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("ssl_certfile", "and ssl_keyfile must be given together")
 
@@ -79,11 +92,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         options, config = read_options(arguments)
+        configure_logging(options.log_format)
         config = with_description(config)
-        with bind(options.host, options.port) as listener:
+        with bind(options.host, options.port, options.stalled_timeout_s) as listener:
             return uvloop.run(_serve(options, config, listener))
     except SplashError as error:
-        print(f"splash: {' '.join(str(error).split())}", file=sys.stderr)
+        LOGGER.error(f"splash: {' '.join(str(error).split())}")
         return 1 if isinstance(error, WorkerError) else 2
     except KeyboardInterrupt:
         return 0
@@ -123,8 +137,13 @@ def read_options(arguments: Sequence[str]) -> tuple[ServeOptions, EngineConfig]:
     return options, config
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, stalled_timeout_s: float) -> socket.socket:
     """Listen before the model is loaded, so that a port in use is known at once.
+
+    Args:
+        host: name or address of this machine.
+        port: 0 takes a free one.
+        stalled_timeout_s: the kernel closes a connection whose client takes nothing for so long.
 
     Raises:
         ConfigError: the address cannot be listened on.
@@ -138,6 +157,7 @@ def bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stalled_timeout_s * 1000))
         listener.bind(address)
         listener.listen(2048)
     except OSError as error:
@@ -172,8 +192,12 @@ async def _serve(options: ServeOptions, config: EngineConfig, listener: socket.s
         tool_format=options.tool_format,
         max_body_bytes=int(options.max_body_mib * (1 << 20)),
         cors_origins=options.cors_origins,
+        max_concurrent_requests=options.max_concurrent_requests,
+        request_timeout_s=options.request_timeout_s,
+        log_requests=options.log_requests,
     )
-    app = create_app(engine, settings, ready.is_set)
+    intake = Intake(options.max_concurrent_requests)
+    app = create_app(engine, settings, ready.is_set, intake)
     server = _Server(
         uvicorn.Config(
             app,
@@ -183,33 +207,49 @@ async def _serve(options: ServeOptions, config: EngineConfig, listener: socket.s
             access_log=False,
             ssl_certfile=options.ssl_certfile,
             ssl_keyfile=options.ssl_keyfile,
-            timeout_graceful_shutdown=options.shutdown_grace_s,
+            timeout_graceful_shutdown=_FLUSH_S,
         )
     )
     loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        server.should_exit = stop.is_set()  # who asks twice is in a hurry
+        stop.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, server.handle_exit, number, None)
+        loop.add_signal_handler(number, on_signal)
+    stopping = asyncio.create_task(stop.wait())
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     loading = asyncio.create_task(engine.start())
     dying = asyncio.create_task(_engine_error(engine))
     try:
-        await asyncio.wait((serving, loading), return_when=asyncio.FIRST_COMPLETED)
-        if serving.done():
+        await asyncio.wait((serving, loading, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if serving.done() or stop.is_set():
             _say("stopping before the model is loaded")
             return 0
         await loading
         ready.set()
         _announce(options, bool(keys), engine, listener)
-        await asyncio.wait((serving, dying), return_when=asyncio.FIRST_COMPLETED)
-        if not serving.done():
-            raise await dying
+        await asyncio.wait((serving, dying, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set() and not dying.done():
+            _say(f"stopping: requests that run have {options.shutdown_grace_s:g} s to finish")
+            draining = asyncio.create_task(intake.drain())
+            await asyncio.wait(
+                (serving, dying, draining), timeout=options.shutdown_grace_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not draining.done():
+                draining.cancel()
+                server.config.timeout_graceful_shutdown = 0
+        if dying.done():
+            raise dying.result()
         _say("stopped")
         return 0
     finally:
         server.should_exit = True
         await serving
-        loading.cancel()
-        dying.cancel()
+        for task in (loading, dying, stopping):
+            task.cancel()
         await engine.close()
 
 
@@ -245,7 +285,7 @@ def _announce(options: ServeOptions, has_keys: bool, engine: AsyncEngine, listen
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    LOGGER.info(line)
 
 
 if __name__ == "__main__":

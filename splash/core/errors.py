@@ -4,6 +4,7 @@
     ├── ConfigError          a launch option is wrong            (also a ValueError)
     ├── CheckpointError      a model directory cannot be served  (also a ValueError)
     ├── RequestError         a request cannot be served          (also a ValueError)
+    ├── DeadlineError        a request was not done in its time
     ├── CapacityError        something does not fit in memory
     ├── PlatformUnavailable  the hardware asked for is not here
     ├── SwitchError          a change of layout was refused or abandoned
@@ -38,6 +39,10 @@ class RequestError(SplashError, ValueError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
+
+
+class DeadlineError(SplashError):
+    """A request was not done within the time that it or the server allows, and has been dropped."""
 
 
 class CapacityError(SplashError):

@@ -14,12 +14,16 @@ NO_SLOT = -1  # in a page's slots: this rank does not hold the page
 
 
 class NewRequest(msgspec.Struct, frozen=True, array_like=True):
-    """A request that the ranks hear of for the first time. `prompt` feeds the sampler's penalties."""
+    """A request that the ranks hear of for the first time. `prompt` feeds the sampler's penalties.
+
+    `output` is what it has generated already, on ranks that are no more; sampling goes on behind it.
+    """
 
     id: int
     prompt: tuple[int, ...]
     params: SamplingParams
     seed: int
+    output: tuple[int, ...] = ()
 
 
 class Query(msgspec.Struct, frozen=True, array_like=True):

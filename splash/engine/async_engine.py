@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from splash.core.decision import Decision
-from splash.core.errors import RequestError, SplashError, WorkerError
+from splash.core.errors import DeadlineError, RequestError, SplashError, WorkerError
 from splash.engine.config import EngineConfig
 from splash.engine.engine import Engine, EngineStats
+from splash.engine.metrics import EngineMetrics
 from splash.engine.outputs import GenerationRequest, Live, RequestOutput
 from splash.engine.tokenizer import Tokenizer
 from splash.model.config import ModelConfig
@@ -130,6 +131,16 @@ class AsyncEngine:
         """Name of the platform."""
         return self._started.hardware
 
+    @property
+    def restarting(self) -> bool:
+        """Whether the ranks are being started anew; requests wait meanwhile."""
+        return self._started.restarting
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        """Counts and times, which the engine's thread goes on writing."""
+        return self._started.metrics
+
     def stats(self) -> EngineStats:
         """A snapshot of load and memory."""
         return self._started.stats()
@@ -153,6 +164,7 @@ class AsyncEngine:
 
         Raises:
             RequestError: the request cannot be served.
+            DeadlineError: its time is up.
             WorkerError: the group died.
         """
         if self.error is not None:
@@ -162,16 +174,19 @@ class AsyncEngine:
         sink: asyncio.Queue[RequestOutput | SplashError] = asyncio.Queue()
         self._sinks[request.id] = sink
         self._commands.put(_Add(request, sink))
+        timer = None if request.timeout_s is None else self._loop.call_later(request.timeout_s, _expire, sink, request)
         finished = False
         try:
             while not finished:
                 item = await sink.get()
                 if isinstance(item, SplashError):
-                    finished = True
+                    finished = not isinstance(item, DeadlineError)
                     raise item
                 finished = item.finish_reason is not None
                 yield item
         finally:
+            if timer is not None:
+                timer.cancel()
             self._sinks.pop(request.id, None)
             if not finished:
                 self._commands.put(_Abort(request.id))
@@ -322,6 +337,10 @@ class AsyncEngine:
             sink.put_nowait(error)
         for waiter in list(self._waiters):
             _fail(waiter, error)
+
+
+def _expire(sink: asyncio.Queue[RequestOutput | SplashError], request: GenerationRequest) -> None:
+    sink.put_nowait(DeadlineError(f"the request was not done within {request.timeout_s:g} s"))
 
 
 def _succeed(future: asyncio.Future[Any], result: object = None) -> None:

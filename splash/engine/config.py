@@ -63,6 +63,9 @@ class EngineConfig:
         policy: how the layout is chosen while serving.
         description: of the ranks' devices, with the costs that the cost policy predicts from; else None will do.
         step_timeout_s: a step that takes longer counts as hung.
+        max_restarts: how often ranks that died, failed or hung are started anew within `restart_window_s`; what runs
+            is computed again. Once more, and the engine gives up.
+        restart_window_s: how long a restart counts.
         seed: seeds requests that bring no seed of their own.
 
     Raises:
@@ -90,6 +93,8 @@ class EngineConfig:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     description: Hardware | None = None
     step_timeout_s: float = 120.0
+    max_restarts: int = 3
+    restart_window_s: float = 600.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -106,6 +111,8 @@ class EngineConfig:
             ("switch_staging_mib", self.switch_staging_mib >= 0, "at least 0"),
             ("switch_copy_mib", self.switch_copy_mib > 0, "above 0"),
             ("step_timeout_s", self.step_timeout_s > 0, "above 0"),
+            ("max_restarts", self.max_restarts >= 0, "at least 0"),
+            ("restart_window_s", self.restart_window_s > 0, "above 0"),
         ):
             if not ok:
                 raise ConfigError(name, f"must be {accepted}, not {getattr(self, name)!r}")

@@ -18,8 +18,10 @@ from splash.engine.executor import LocalGroup
 from splash.engine.history import History
 from splash.engine.loop import Loop
 from splash.engine.memory import memory_lines
+from splash.engine.metrics import EngineMetrics, RequestTimes
 from splash.engine.outputs import GenerationRequest, Live, RequestOutput
 from splash.engine.picture import picture
+from splash.engine.restarts import Restarts
 from splash.engine.text import OutputText
 from splash.engine.tokenizer import Tokenizer
 from splash.model.config import (
@@ -58,6 +60,7 @@ class EngineStats:
     free_pages: tuple[int, ...]
     total_pages: tuple[int, ...]
     preemptions: int
+    restarts: int
     steps: int
     prefix_queried_tokens: int
     prefix_hit_tokens: int
@@ -70,7 +73,7 @@ class _Live:
     request: GenerationRequest
     number: int
     text: OutputText
-    token_s: float  # when its last token came, or itself before the first
+    times: RequestTimes
     num_output: int = 0
     num_cached: int = 0
 
@@ -107,6 +110,7 @@ class Engine:
         loop: serves token ids by request number.
         scheduler, switcher: those of the loop.
         ready: what each rank said of itself when it was.
+        metrics: counts and times.
     """
 
     def __init__(self, config: EngineConfig, progress: Callable[[str], None] = lambda line: None) -> None:
@@ -173,6 +177,7 @@ class Engine:
             staging_bytes,
             step_bytes,
             policy,
+            restarts=Restarts(config.max_restarts, config.restart_window_s, progress),
         )
         self.scheduler, self.switcher = self.loop.scheduler, self.loop.switcher
         self._geometry = geometry
@@ -180,6 +185,8 @@ class Engine:
         for line in memory_lines(self.ready, geometry):
             progress(line)
         progress(f"ready in {time.monotonic() - started:.1f} s")
+        self.metrics = EngineMetrics()
+        self.loop.on_step, self.switcher.on_end = self.metrics.step, self.metrics.switched
         self._seed = config.seed
         self._next_number = 0
         self._live: dict[int, _Live] = {}
@@ -269,8 +276,17 @@ class Engine:
         return self.loop.steering.decision
 
     def check(self) -> None:
-        """Raise `WorkerError` if a rank has died while nothing runs."""
+        """See that the ranks are alive while nothing runs, and start them anew if they are not.
+
+        Raises:
+            WorkerError: the group died once too often; the engine can only be closed.
+        """
         self.loop.check()
+
+    @property
+    def restarting(self) -> bool:
+        """Whether the ranks are being started anew. Any thread may ask."""
+        return self.loop.restarts.under_way
 
     @property
     def hardware(self) -> str:
@@ -305,7 +321,7 @@ class Engine:
         text = OutputText(
             self.tokenizer, request.prompt, request.params.stop, request.params.min_tokens, request.visible
         )
-        self._live[number] = _Live(request, number, text, time.monotonic())
+        self._live[number] = _Live(request, number, text, RequestTimes(request.arrived))
 
     def abort(self, request_id: str) -> None:
         """Stop a request; its last output says "abort". Unknown and finished requests are passed over."""
@@ -313,7 +329,7 @@ class Engine:
         if number is not None:
             live = self._live[number]
             self.loop.abort(number)
-            self._forget(live)
+            self._forget(live, "abort", time.monotonic())
             self._aborted.append(live.output(text=live.text.finish(), finish_reason="abort"))
 
     @property
@@ -325,37 +341,42 @@ class Engine:
         """Finish the step in flight, begin the next one, and return what the finished one brought.
 
         Raises:
-            WorkerError: the group died; the engine can only be closed.
+            WorkerError: the group died once too often; the engine can only be closed.
         """
         num_steps = self.loop.num_steps
         progress = self.loop.step()
-        now_s = time.monotonic()
-        self._history.stepped(now_s, self.loop.num_steps > num_steps, self.layout)
+        now = time.monotonic()
+        self._history.stepped(now, self.loop.num_steps > num_steps, self.layout)
         outputs, self._aborted = self._aborted, []
+        for number in self.loop.begun:
+            live = self._live.get(number)
+            if live is not None:
+                self.metrics.start(live.times, len(live.request.prompt), now)
         for item in progress:
             live = self._live.get(item.id)
             if live is not None:
-                self._note_token(live, now_s)
-                outputs.append(self._advance(live, item))
+                self._note_token(live, now)
+                outputs.append(self._advance(live, item, now))
         if not self.loop.has_work:
-            self._history.idle(now_s)
+            self._history.idle(now)
         return outputs
 
-    def _note_token(self, live: _Live, now_s: float) -> None:
-        waited_s, live.token_s = now_s - live.token_s, now_s
-        if live.num_output:
-            self._history.next_token(waited_s)
+    def _note_token(self, live: _Live, now: float) -> None:
+        times = live.times
+        if times.first is None:
+            self._history.first_token(now - times.arrived, len(live.request.prompt))
         else:
-            self._history.first_token(waited_s, len(live.request.prompt))
+            self._history.next_token(now - times.last)
 
-    def _advance(self, live: _Live, item: Progress) -> RequestOutput:
+    def _advance(self, live: _Live, item: Progress, now: float) -> RequestOutput:
         """Turn one new token into an output, ending the request where a stop string says so."""
         live.num_cached = item.num_cached
         reason = item.finish_reason
         if reason == "error":
-            self._forget(live)
+            self._forget(live, reason, now)
             return live.output(text=live.text.finish(), finish_reason=reason, stop_reason=item.stop_reason)
         live.num_output += 1
+        self.metrics.token(live.times, now)
         stop_reason: str | int | None = item.stop_reason
         # The token that ended the request is not part of its text.
         text, stop_string = ("", None) if reason == "stop" else live.text.push((item.token,))
@@ -367,11 +388,12 @@ class Engine:
         elif reason is not None:
             text += live.text.finish()
         if reason is not None:
-            self._forget(live)
+            self._forget(live, reason, now)
         logprobs = () if item.logprob is None else (item.logprob,)
         return live.output((item.token,), text, logprobs, reason, stop_reason, item.prompt_logprobs)
 
-    def _forget(self, live: _Live) -> None:
+    def _forget(self, live: _Live, reason: str, now: float) -> None:
+        self.metrics.finish(live.times, reason, len(live.request.prompt), live.num_output, now)
         del self._live[live.number]
         del self._numbers[live.request.id]
 
@@ -384,6 +406,7 @@ class Engine:
             free_pages=tuple(self.scheduler.pool.num_free),
             total_pages=tuple(self.scheduler.pool.num_total),
             preemptions=self.scheduler.num_preemptions,
+            restarts=self.loop.restarts.num_restarts,
             steps=self.loop.num_steps,
             prefix_queried_tokens=self.scheduler.num_queried,
             prefix_hit_tokens=self.scheduler.num_hit,

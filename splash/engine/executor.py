@@ -44,22 +44,24 @@ class LocalGroup:
         self._timeout_s = config.step_timeout_s
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
-        self._poller = select.poll()
-        self._rank_of: dict[int, int] = {}
         self._config = config
         self._model_path = model_path
         self._model_config = json.dumps(dict(model_config))
         self._platform = platform
         self._ranks = ranks
         self._geometry = geometry
-        layers = geometry.spec.num_layers
-        self._board_fd = ProgressBoard.create(ranks)
-        self._board = ProgressBoard(self._board_fd, ranks)
+        self._max_model_len = 0
+        self._open()
+
+    def _open(self) -> None:
+        layers = self._geometry.spec.num_layers
+        self._board_fd = ProgressBoard.create(self._ranks)
+        self._board = ProgressBoard(self._board_fd, self._ranks)
         self._num_steps = 0
-        self._handle = platform.create_group(ranks, layers, geometry, config.attention.backend)
+        self._handle = self._platform.create_group(self._ranks, layers, self._geometry, self._config.attention.backend)
 
     def start(self, max_model_len: int) -> list[Ready]:
-        """Start the ranks and wait until all are ready.
+        """Start the ranks in the configuration's layout and wait until all are ready.
 
         Returns:
             what each rank says of itself, by rank.
@@ -67,9 +69,22 @@ class LocalGroup:
         Raises:
             SplashError: what a rank failed with, of the same class.
         """
+        self._max_model_len = max_model_len
+        return self._start(self._config.layout)
+
+    def restart(self, layout: str) -> None:
+        for process in self._processes:
+            process.kill()
+        self.close()
+        self._open()
+        self._start(layout)
+
+    def _start(self, layout: str) -> list[Ready]:
+        self._poller = select.poll()
+        self._rank_of: dict[int, int] = {}
         try:
             for rank in range(self._ranks):
-                self._spawn(rank, max_model_len)
+                self._spawn(rank, layout)
             ready: dict[int, Ready] = {}
             deadline = time.monotonic() + START_TIMEOUT_S
             while len(ready) < self._ranks:
@@ -83,7 +98,7 @@ class LocalGroup:
             raise
         return [ready[rank] for rank in range(self._ranks)]
 
-    def _spawn(self, rank: int, max_model_len: int) -> None:
+    def _spawn(self, rank: int, layout: str) -> None:
         ours, theirs = socket.socketpair()
         environment = {**os.environ, **self._platform.rank_environment(self._ranks)}
         with theirs:
@@ -110,10 +125,10 @@ class LocalGroup:
                 model_config=self._model_config,
                 load_format=config.load_format,
                 dtype=config.dtype,
-                layout=config.layout,
+                layout=layout,
                 page_size=config.page_size,
                 num_slots=self._geometry.num_slots,
-                max_model_len=max_model_len,
+                max_model_len=self._max_model_len,
                 graph_rows=config.max_num_seqs if config.graphs else 0,
                 progress_fd=self._board_fd,
                 collective_timeout_s=self._timeout_s * COLLECTIVE_SHARE,

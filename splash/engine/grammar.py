@@ -160,25 +160,28 @@ class Grammars:
         self._table: LLTokenizer | None = None
         self._compiled: dict[str, LLMatcher] = {}  # at their beginning; the last used come last
 
-    def begin(self, grammar: str) -> Constraint:
-        """Start following a grammar at its beginning."""
+    def begin(self, grammar: str, output: Sequence[int] = ()) -> Constraint:
+        """Start following a grammar behind `output`, which it has allowed. Should it not, the first mask says so."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "splash-grammar")
-        return Constraint(self._thread.submit(self._begin, grammar), self._vocab_size)
+        return Constraint(self._thread.submit(self._begin, grammar, output), self._vocab_size)
 
     def forget(self, grammar: str) -> None:
         """Compile it anew the next time: copies share what has been worked out, and what has failed."""
         assert self._thread is not None, "it has begun"
         self._thread.submit(self._compiled.pop, grammar, None)
 
-    def _begin(self, grammar: str) -> LLMatcher:
+    def _begin(self, grammar: str, output: Sequence[int]) -> LLMatcher:
         if self._table is None:
             self._table = _table(self._load(), self._vocab_size, self._eos_token_ids)
         matcher = self._compiled.pop(grammar, None) or _compile(self._table, grammar)
         self._compiled[grammar] = matcher
         if len(self._compiled) > MAX_COMPILED:
             del self._compiled[next(iter(self._compiled))]
-        return matcher.deep_copy()
+        begun = matcher.deep_copy()
+        if output:
+            begun.consume_tokens(list(output))
+        return begun
 
 
 class Constraint:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -21,6 +22,8 @@ class GenerationRequest:
         params: how tokens are chosen.
         priority: requests of a lower number are served earlier, equal ones in order of arrival.
         visible: special tokens that the output's text shows all the same.
+        timeout_s: `AsyncEngine` drops the request after so long, in seconds; None never does.
+        arrived: when it was made, by the monotonic clock.
     """
 
     id: str
@@ -28,6 +31,8 @@ class GenerationRequest:
     params: SamplingParams
     priority: int = 0
     visible: frozenset[int] = frozenset()
+    timeout_s: float | None = None
+    arrived: float = field(default_factory=time.monotonic, compare=False)
 
 
 @dataclass(frozen=True)

@@ -39,13 +39,15 @@ def _mix(z: int) -> int:
 class _State:
     """What is kept of a request. `row` is its place in the penalty tables, None without penalties."""
 
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    seed: int
+    new: NewRequest
     is_plain: bool  # greedy, and nothing touches the logits once min_tokens are out
     banned: tuple[int, ...]  # tokens that must not come before min_tokens are out
     row: int | None = None
     num_outputs: int = 0
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.new.params
 
 
 class Sampler:
@@ -53,7 +55,7 @@ class Sampler:
 
     Filters are applied in this order: penalties, logit_bias, the grammar, temperature, min_p, top_k, top_p. Tokens as
     likely as the last one that top_k or top_p keeps are kept too. A request that is computed again after preemption is
-    not added again: what it has generated stays.
+    not added again: what it has generated stays. On ranks that were started anew it comes with what it has generated.
 
     Args:
         eos_token_ids: tokens that may not come before `min_tokens`, except where a request ignores them.
@@ -77,11 +79,11 @@ class Sampler:
         params = new.params
         if params.grammar is not None:
             assert self._grammars is not None, "a grammar needs a vocabulary"
-            self._constraints[new.id] = self._grammars.begin(params.grammar)
+            self._constraints[new.id] = self._grammars.begin(params.grammar, new.output)
         is_plain = params.temperature == 0 and params.logprobs is None and not _changes_logits(params)
         eos = () if params.ignore_eos else self._eos_token_ids
         banned = (*eos, *params.stop_token_ids) if params.min_tokens else ()
-        self._states[new.id] = _State(new.prompt, params, new.seed, is_plain, banned)
+        self._states[new.id] = _State(new, is_plain, banned, num_outputs=len(new.output))
 
     def remove(self, id: int) -> None:
         """Forget a request."""
@@ -128,7 +130,7 @@ class Sampler:
         Rows beyond the prompt's end have none.
         """
         state = self._states[id]
-        tokens = state.prompt[position : position + len(logits_nV)]
+        tokens = state.new.prompt[position : position + len(logits_nV)]
         if not tokens:
             return ()
         assert state.params.prompt_logprobs is not None
@@ -165,7 +167,7 @@ class Sampler:
             users = [states[row] for row in penalised]
             for state in users:
                 if state.row is None:
-                    state.row = self._penalties.add(state.prompt, logits_nV.shape[1], device)
+                    state.row = self._penalties.add(state.new, logits_nV.shape[1], device)
             rows_m = torch.tensor(penalised, device=device)
             logits_nV[rows_m] = self._penalties.apply(logits_nV[rows_m], users)
         if biased:
@@ -202,7 +204,7 @@ class Sampler:
         if drawn:
             rows_m = torch.tensor(drawn, device=logits_nV.device)
             scores_mV = _filter(logits_nV[rows_m], [states[row].params for row in drawn])
-            uniforms = [uniform(states[row].seed, positions[row]) for row in drawn]
+            uniforms = [uniform(states[row].new.seed, positions[row]) for row in drawn]
             tokens_n[rows_m] = _inverse_cdf(scores_mV, uniforms)
         return tokens_n.tolist()
 
@@ -215,8 +217,8 @@ class _PenaltyTables:
         self._counts_rV: torch.Tensor | None = None
         self._free: list[int] = []
 
-    def add(self, prompt: Sequence[int], vocab_size: int, device: torch.device) -> int:
-        """A row for a request that has no output yet."""
+    def add(self, new: NewRequest, vocab_size: int, device: torch.device) -> int:
+        """A row for a request that has sampled nothing here yet."""
         if self._prompt_rV is None or self._counts_rV is None:
             self._prompt_rV = torch.empty(0, vocab_size, dtype=torch.bool, device=device)
             self._counts_rV = torch.empty(0, vocab_size, dtype=torch.float32, device=device)
@@ -228,8 +230,9 @@ class _PenaltyTables:
             self._free.extend(reversed(range(num_rows, num_rows + grown)))
         row = self._free.pop()
         self._prompt_rV[row] = False
-        self._prompt_rV[row, torch.tensor(prompt, device=device)] = True
-        self._counts_rV[row] = 0
+        self._prompt_rV[row, torch.tensor(new.prompt, device=device)] = True
+        output = torch.tensor(new.output, dtype=torch.int64, device=device)
+        self._counts_rV[row] = output.bincount(minlength=vocab_size)
         return row
 
     def remove(self, row: int) -> None:

@@ -45,6 +45,7 @@ class _Active:
     commit_next: bool = False
     before: Rebase | None = None
     planned: Planned | None = None
+    asked_at: float = 0.0
 
 
 class Switcher:
@@ -61,6 +62,7 @@ class Switcher:
         layout: the layout that steps run in.
         step_bytes: most that a rank copies ahead after one step.
         history: the switches that have ended, oldest first.
+        on_end: called with the record of each that ends, and the seconds since it was asked for.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Switcher:
         self._num_switches = 0
         self.layout = scheduler.pool.layout
         self.history: deque[SwitchRecord] = deque(maxlen=HISTORY)
+        self.on_end: Callable[[SwitchRecord, float], None] = lambda record, seconds: None
 
     @property
     def active(self) -> SwitchRecord | None:
@@ -114,7 +117,7 @@ class Switcher:
         record = SwitchRecord(
             id=self._num_switches, source=self.layout.name, target=target.name, asked=method, decision=decision
         )
-        active = _Active(record, target, rebalance, done)
+        active = _Active(record, target, rebalance, done, asked_at=self._clock())
         reason = f"by switch {record.id}, to {target}"
         if self.committing:
             if self._queued is not None:
@@ -357,6 +360,16 @@ class Switcher:
         self._end("committed", record.reason)
         return True
 
+    def lose(self, reason: str) -> None:
+        """The ranks have died, whose memory is lost: the switch under way has failed, and `layout` is as before it."""
+        active = self._active
+        if active is None:
+            return
+        if active.before is not None:
+            self._scheduler.retract(active.before)
+            active.before = None
+        self._end("failed", reason)
+
     def _recompute(self, active: _Active) -> None:
         """The cache is lost. Go on in a layout whose weights are sure to be whole, and compute all requests again."""
         self._scheduler.preempt_all()
@@ -380,4 +393,5 @@ class Switcher:
     def _close(self, active: _Active, status: str, reason: str) -> None:
         active.record.status, active.record.reason = status, reason
         self.history.append(active.record)
+        self.on_end(active.record, self._clock() - active.asked_at)
         active.done(active.record)

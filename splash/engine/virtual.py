@@ -109,6 +109,9 @@ class SimulatedExecutor:
     def check(self) -> None:
         """Nothing can die."""
 
+    def restart(self, layout: str) -> None:
+        """Nothing is to be started anew."""
+
     def close(self) -> None:
         """Nothing was started."""
 

@@ -61,7 +61,7 @@ class Request:
         id: the engine's number for it.
         priority: the lower, the earlier it is served.
         arrival: its place in the order of arrival.
-        new: what the ranks are told when they first hear of it.
+        new: what the ranks are told when they first hear of it; ranks that are started anew hear of it anew.
         num_prompt: tokens in the prompt.
         max_tokens: most tokens to generate, clipped to the model's length.
         tokens: prompt and output so far.
@@ -69,7 +69,7 @@ class Request:
         held: its pages, for all of `tokens` as of its admission and those since; None while it waits.
         announced: whether the ranks have heard of it.
         keys: what its first pages are known by in the cache, as far as that was asked for.
-        num_cached: tokens of the prompt that were found in the cache when it first ran.
+        num_cached: tokens of the prompt that were found in the cache when it first ran on these ranks.
         scores: log-probabilities of its prompt's tokens after the first, as far as they are known.
         live: False once it has finished or was aborted.
         order: its place in the order of service: by priority, then by arrival.

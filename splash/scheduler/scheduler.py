@@ -26,6 +26,8 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 
+from msgspec import structs
+
 from splash.core.errors import RequestError
 from splash.core.pages import HeldPages
 from splash.core.request import SamplingParams
@@ -323,6 +325,24 @@ class Scheduler:
             self._preempt(len(self._running) - 1)
         self.pool.evict()
 
+    def start_over(self) -> None:
+        """The ranks have died and others take their place, which know nothing: tell and compute everything anew."""
+        self._in_flight = None
+        self._pool_before = None
+        self._filling = []
+        for request in self._aborted_in_flight:
+            self._running.remove(request)
+            self._retire(request)
+        self._aborted_in_flight = []
+        self.preempt_all()
+        self._released.clear()
+        self._finished.clear()
+        for request in self._requests.values():
+            if request.announced:
+                request.announced = False
+                self._count_found(request, -1)
+                request.new = structs.replace(request.new, output=tuple(request.tokens[request.num_prompt :]))
+
     def _count_by_owner(self) -> None:
         self._tokens, self._owned = [0] * self.pool.ranks, [0] * self.pool.ranks
         for request in self._running:
@@ -413,7 +433,7 @@ class Scheduler:
             self.pool.share(request.held, place.shared)
             request.num_computed = len(place.shared) * self.config.page_size
             if not request.announced:
-                request.num_cached = request.num_computed
+                request.num_cached = min(request.num_computed, request.num_prompt)
                 self._count_found(request, 1)
         grown = self.pool.grow(request.held, admission.num_pages - len(request.held))
         assert grown

@@ -15,10 +15,12 @@ from splash.server.answers import Models, ServedModel, documented
 from splash.server.auth import BearerAuth
 from splash.server.chat import chat_router
 from splash.server.completions import completions_router
-from splash.server.errors import ERRORS, install_handlers, model_not_found
+from splash.server.errors import ERRORS, engine_restarting, install_handlers, model_not_found, shutting_down
+from splash.server.intake import Intake
 from splash.server.layout import layout_router
 from splash.server.live import live_router
-from splash.server.middleware import REQUEST_ID, BodyLimit, RequestIds, SameOrigin
+from splash.server.metrics import metrics_router
+from splash.server.middleware import REQUEST_ID, BodyLimit, RequestIds, RequestLog, SameOrigin
 from splash.server.requests import Service, answer
 from splash.server.settings import ServerSettings
 from splash.server.streaming import ClientGone
@@ -28,17 +30,23 @@ if TYPE_CHECKING:
     from splash.engine.async_engine import AsyncEngine
 
 
-def create_app(engine: AsyncEngine, settings: ServerSettings, loaded: Callable[[], bool] = lambda: True) -> FastAPI:
+def create_app(
+    engine: AsyncEngine,
+    settings: ServerSettings,
+    loaded: Callable[[], bool] = lambda: True,
+    intake: Intake | None = None,
+) -> FastAPI:
     """The HTTP application over an engine, whose start and end are the caller's.
 
     Args:
         engine: need not be started while `loaded` says False; until then the model's routes answer 503.
         settings: how the server presents itself.
         loaded: whether the engine has started.
+        intake: counts what is being served, for a caller that wants to know when all is done.
     """
     # The interactive pages would load scripts from elsewhere; the schema itself stays at /openapi.json.
     app = FastAPI(title="SPLASH", version=settings.version, docs_url=None, redoc_url=None, strict_content_type=False)
-    service = Service(engine, settings, loaded)
+    service = Service(engine, settings, loaded, intake or Intake(settings.max_concurrent_requests))
     install_handlers(app)
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.include_router(completions_router(service))
@@ -48,6 +56,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings, loaded: Callable[[
     app.include_router(layout_router(service), responses=ERRORS)
     app.include_router(tokenize_router(service))
     app.include_router(live_router(service))
+    app.include_router(metrics_router(service))
     # The last that is added sees a request first.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     if settings.api_keys:
@@ -61,6 +70,8 @@ def create_app(engine: AsyncEngine, settings: ServerSettings, loaded: Callable[[
             allow_headers=["*"],
             expose_headers=[REQUEST_ID],
         )
+    if settings.log_requests:
+        app.add_middleware(RequestLog)
     app.add_middleware(RequestIds)
     return app
 
@@ -109,12 +120,16 @@ def _state_router(service: Service) -> APIRouter:
         if not service.loaded():
             return answer({"status": "ok", "ready": False})
         stats = msgspec.to_builtins(engine.stats())
-        return answer({"status": "ok", "ready": True, **stats})
+        return answer({"status": "ok", "ready": True, "live": service.intake.live, **stats})
 
     @router.get("/ready")
     async def ready() -> Response:
-        """200 once requests are served."""
+        """200 while requests are served; 503 while the model loads, the ranks are replaced or the server stops."""
         service.check_ready()
+        if service.intake.draining:
+            raise shutting_down()
+        if engine.restarting:
+            raise engine_restarting()
         return answer({"status": "ready"})
 
     @router.get("/version")

@@ -78,7 +78,16 @@ async def _prepare(service: Service, body: ChatCompletionRequest) -> _Job:
         prompt = conversation.prompt
         check_prompt(engine, prompt, "messages")
         limit = output_limit(engine, prompt, body.token_limit, None, limit_name)
-        requests = fan_out(body, answer_id, [prompt], [limit], body.num_logprobs, conversation.grammar, format.visible)
+        requests = fan_out(
+            body,
+            answer_id,
+            [prompt],
+            [limit],
+            body.num_logprobs,
+            conversation.grammar,
+            format.visible,
+            longest_s=service.settings.request_timeout_s,
+        )
     except RequestError as error:
         raise renamed(error, {"prompt": "messages", "max_tokens": limit_name}) from None
     head = {"id": answer_id, "created": int(time.time()), "model": service.settings.model}
@@ -107,7 +116,7 @@ def _finish_reason(reason: str | None, reply: Reply) -> str | None:
 
 
 async def _whole(service: Service, job: _Job) -> Response:
-    choices = await collect(service.engine, job.requests)
+    choices = await collect(service, job.requests)
     tokenizer = service.engine.tokenizer
     answers = []
     for index, choice in enumerate(choices):
@@ -151,7 +160,7 @@ async def _events(service: Service, job: _Job) -> AsyncGenerator[bytes, None]:
             return {"tool_calls": [{"index": calls[index] - 1, **_call(part)}]}
         return {"reasoning_content" if isinstance(part, Thought) else "content": part.text}
 
-    async with aclosing(stream(service.engine, job.requests)) as outputs:
+    async with aclosing(stream(service, job.requests)) as outputs:
         async for index, output in outputs:
             counts[index], cached[index] = output.num_output_tokens, output.num_cached_tokens
             if index not in begun:

@@ -93,12 +93,15 @@ async def _prepare(service: Service, body: CompletionRequest) -> _Job:
     answer_id = new_id("cmpl")
     head = {"id": answer_id, "object": "text_completion", "created": int(time.time()), "model": service.settings.model}
     scored = body.logprobs if body.echo else None
-    requests = fan_out(body, answer_id, prompts, limits, body.logprobs, grammar, prompt_logprobs=scored)
+    longest_s = service.settings.request_timeout_s
+    requests = fan_out(
+        body, answer_id, prompts, limits, body.logprobs, grammar, prompt_logprobs=scored, longest_s=longest_s
+    )
     return _Job(body, requests, echoes, sum(map(len, prompts)), head)
 
 
 async def _whole(service: Service, job: _Job) -> Response:
-    choices = await collect(service.engine, job.requests)
+    choices = await collect(service, job.requests)
     return answer(
         {
             **job.head,
@@ -133,7 +136,7 @@ async def _events(service: Service, job: _Job) -> AsyncGenerator[bytes, None]:
         choice = {"index": index, "text": text, "logprobs": scores, "finish_reason": finish, "stop_reason": reason}
         return event({**job.head, "choices": [choice], **tail})
 
-    async with aclosing(stream(service.engine, job.requests)) as outputs:
+    async with aclosing(stream(service, job.requests)) as outputs:
         async for index, output in outputs:
             counts[index], cached[index] = output.num_output_tokens, output.num_cached_tokens
             text, echoes[index] = echoes[index] + output.text, ""

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from splash.core.errors import CapacityError, ConfigError, RequestError, SplashError
+from splash.core.errors import CapacityError, ConfigError, DeadlineError, RequestError, SplashError
 
 UNSUPPORTED = {
     "suffix": "inserting before a suffix is not supported",
@@ -42,7 +42,7 @@ class ErrorDetail(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     message: str
-    type: Literal["invalid_request_error", "server_error"]
+    type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
     param: str | None
     code: str | None
 
@@ -65,7 +65,8 @@ class ApiError(Exception):
     Attributes:
         status: HTTP status.
         message: for people.
-        type: "invalid_request_error" where the client is at fault, "server_error" otherwise.
+        type: "invalid_request_error" where the client is at fault, "rate_limit_error" where there are too many of
+            them, "server_error" otherwise.
         param: the parameter at fault, or None.
         code: for programs, or None.
         headers: further response headers.
@@ -109,6 +110,8 @@ def from_splash(error: SplashError) -> ApiError:
     if isinstance(error, RequestError):
         code = "context_length_exceeded" if isinstance(error, ContextLengthError) else "invalid_value"
         return ApiError(400, str(error), param=error.field, code=code)
+    if isinstance(error, DeadlineError):
+        return ApiError(504, str(error), type="server_error", param="timeout", code="deadline_exceeded")
     if isinstance(error, CapacityError):
         return ApiError(400, str(error), code="request_too_large")
     return ApiError(500, f"the engine failed: {error}", type="server_error", code="engine_error")
@@ -130,6 +133,13 @@ def engine_loading() -> ApiError:
     )
 
 
+def engine_restarting() -> ApiError:
+    """Ranks have died and are being replaced. Requests are taken all the same, and wait."""
+    return ApiError(
+        503, "the ranks are being started anew", type="server_error", code="restarting", headers={"Retry-After": "5"}
+    )
+
+
 def grammar_failed(reason: str) -> ApiError:
     """The output could not be kept to the format asked for. Nobody else's output is affected."""
     return ApiError(400, f"the output cannot be kept to the format asked for: {reason}", code="grammar_failed")
@@ -143,6 +153,17 @@ def body_too_large(max_bytes: int) -> ApiError:
 def shutting_down() -> ApiError:
     """The server stops, and requests have had their time to finish."""
     return ApiError(503, "the server is shutting down", type="server_error", code="shutting_down")
+
+
+def overloaded(most: int, retry_after_s: int) -> ApiError:
+    """As many requests are being served as the server takes."""
+    return ApiError(
+        429,
+        f"the server is busy with as many requests as it takes, {most}; try again in {retry_after_s} s",
+        type="rate_limit_error",
+        code="overloaded",
+        headers={"Retry-After": str(retry_after_s)},
+    )
 
 
 def model_not_found(name: str, served: str) -> ApiError:

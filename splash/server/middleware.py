@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import time
 import uuid
 from collections.abc import Sequence
 from urllib.parse import urlsplit
@@ -13,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from splash.server.errors import ApiError, body_too_large
+from splash.server.logs import log
 
 REQUEST_ID = "x-request-id"
 _VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}\Z")
@@ -42,6 +44,38 @@ class RequestIds:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+class RequestLog:
+    """Logs every request once it has been answered: what was asked for, how it ended and how long it took."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, status = time.monotonic(), 0
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_and_note)
+        finally:
+            log(
+                "request",
+                request_id=scope["state"]["request_id"],
+                method=scope["method"],
+                path=scope["path"],
+                status=status or 499,  # the client left before there was an answer
+                seconds=round(time.monotonic() - started, 6),
+            )
 
 
 class BodyLimit:

@@ -15,6 +15,7 @@ from splash.core.errors import RequestError
 from splash.core.request import TokenLogprob
 from splash.engine.outputs import GenerationRequest, RequestOutput
 from splash.server.errors import ContextLengthError, engine_dead, engine_loading, grammar_failed, model_not_found
+from splash.server.intake import Intake
 from splash.server.schemas import SamplingFields
 from splash.server.settings import ServerSettings
 from splash.server.streaming import merge
@@ -31,19 +32,23 @@ class Service:
         engine: generates; its attributes may be read once it is loaded.
         settings: how the server presents itself.
         loaded: whether the engine has started.
+        intake: counts the requests that are being served.
     """
 
     engine: AsyncEngine
     settings: ServerSettings
     loaded: Callable[[], bool]
+    intake: Intake
 
     def check(self, asked_model: str | None) -> None:
         """Refuse what cannot be served now, or not by this model.
 
         Raises:
-            ApiError: 503 while the model loads or once the engine has died, 404 for another model.
+            ApiError: 503 while the model loads, once the engine has died or while the server stops, 429 where there are
+                too many requests, 404 for another model.
         """
         self.check_ready()
+        self.intake.check()
         if asked_model is not None and asked_model != self.settings.model:
             raise model_not_found(asked_model, self.settings.model)
 
@@ -149,6 +154,7 @@ def fan_out(
     grammar: str | None = None,
     visible: frozenset[int] = frozenset(),
     prompt_logprobs: int | None = None,
+    longest_s: float | None = None,
 ) -> list[GenerationRequest]:
     """The engine's requests: `n` for each prompt, in order of prompts. Choice i samples with seed + i.
 
@@ -161,46 +167,51 @@ def fan_out(
         grammar: what every output has to follow, None for nothing.
         visible: special tokens that output text shows.
         prompt_logprobs: as `logprobs`, for the prompts.
+        longest_s: how long any request may take, in seconds; None is no limit.
 
     Raises:
         RequestError: a sampling parameter is out of range.
     """
+    allowed = [seconds for seconds in (fields.timeout, longest_s) if seconds is not None]
+    timeout_s = min(allowed, default=None)
     requests = []
     for number, prompt in enumerate(prompts):
         for sample in range(fields.n):
             index = number * fields.n + sample
             params = fields.sampling(index, limits[number], logprobs, grammar, prompt_logprobs)
             id = f"{answer_id}-{index}"
-            requests.append(GenerationRequest(id, tuple(prompt), params, fields.priority, visible))
+            requests.append(GenerationRequest(id, tuple(prompt), params, fields.priority, visible, timeout_s))
     return requests
 
 
 async def stream(
-    engine: AsyncEngine, requests: Sequence[GenerationRequest]
+    service: Service, requests: Sequence[GenerationRequest]
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Outputs of all requests as they come, with the number of the request. Closing it aborts them.
 
     Raises:
-        SplashError: a request is refused, or the engine died.
-        ApiError: the grammar of a request could not be followed.
+        SplashError: a request is refused, its time is up, or the engine died.
+        ApiError: there are too many requests, or the grammar of one could not be followed.
     """
-    outputs = [cast("AsyncGenerator[RequestOutput, None]", engine.generate(request)) for request in requests]
-    async with aclosing(cast("AsyncGenerator[tuple[int, RequestOutput], None]", merge(outputs))) as merged:
-        async for index, output in merged:
-            if output.finish_reason == "error":
-                raise grammar_failed(str(output.stop_reason))
-            yield index, output
+    generate = service.engine.generate
+    with service.intake.taken(len(requests)):
+        outputs = [cast("AsyncGenerator[RequestOutput, None]", generate(request)) for request in requests]
+        async with aclosing(cast("AsyncGenerator[tuple[int, RequestOutput], None]", merge(outputs))) as merged:
+            async for index, output in merged:
+                if output.finish_reason == "error":
+                    raise grammar_failed(str(output.stop_reason))
+                yield index, output
 
 
-async def collect(engine: AsyncEngine, requests: Sequence[GenerationRequest]) -> list[Choice]:
+async def collect(service: Service, requests: Sequence[GenerationRequest]) -> list[Choice]:
     """The whole outputs of all requests.
 
     Raises:
-        SplashError: a request is refused, or the engine died.
-        ApiError: the grammar of a request could not be followed.
+        SplashError: a request is refused, its time is up, or the engine died.
+        ApiError: there are too many requests, or the grammar of one could not be followed.
     """
     choices = [Choice() for _ in requests]
-    async with aclosing(stream(engine, requests)) as outputs:
+    async with aclosing(stream(service, requests)) as outputs:
         async for index, output in outputs:
             choices[index].take(output)
     return choices

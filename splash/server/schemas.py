@@ -121,6 +121,7 @@ class SamplingFields(Model):
     logit_bias: dict[str, float] = {}
     structured_outputs: StructuredOutputs | None = None
     priority: int = Field(default=0, ge=-(2**63), lt=2**63)
+    timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod

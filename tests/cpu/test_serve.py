@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-import os
-import queue
-import re
 import shutil
-import signal
 import socket
 import ssl
 import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,103 +22,14 @@ from transformers import AutoTokenizer, DeepseekV3ForCausalLM
 
 from splash.core.layout import LAYOUTS
 from splash.switch.orders import METHODS
+from tests.cpu.served import PROMPT, READY, START_TIMEOUT_S, Process, command, generating, serving
 
 pytestmark = pytest.mark.timeout(240)
-
-READY = re.compile(r"SPLASH is ready: (https?://\S+) \(model (\S+), layout (\S+), (\d+) ranks, cpu\)")
-PROMPT = "the quick brown fox 👍🏽"
-START_TIMEOUT_S = 120
-STOP_TIMEOUT_S = 60
-NOTICE_TIMEOUT_S = 5  # an idle engine looks after its ranks once a second
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tiny_checkpoint: Callable[[str], Path]) -> Path:
     return tiny_checkpoint("base")
-
-
-@dataclass
-class Process:
-    """A running server, and the lines that it has printed."""
-
-    process: subprocess.Popen[str]
-    lines: list[str]
-    url: str
-
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-    def health(self) -> dict[str, Any]:
-        return httpx.get(f"{self.url}/health", timeout=60).json()
-
-    def switch(self, layout: str, **options: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}/layout", json={"layout": layout, **options}, timeout=60)
-
-    def history(self) -> list[dict[str, Any]]:
-        return httpx.get(f"{self.url}/layout/history", timeout=60).json()["switches"]
-
-    def layout(self) -> str:
-        return httpx.get(f"{self.url}/layout", timeout=60).json()["layout"]
-
-
-def command(*options: str) -> list[str]:
-    return [sys.executable, "-m", "splash.serve", "port=0", "+hardware=cpu", "kv_cache_gib=0.05", *options]
-
-
-@contextlib.contextmanager
-def serving(*options: str) -> Iterator[Process]:
-    """Start a server in a process group of its own, and wait for its ready line."""
-    process = subprocess.Popen(
-        command(*options),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
-    lines: list[str] = []
-    arrived: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-
-    def read() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line.rstrip())
-            arrived.put(line)
-        arrived.put(None)
-
-    threading.Thread(target=read, daemon=True).start()
-    try:
-        match = None
-        while match is None:
-            line = arrived.get(timeout=START_TIMEOUT_S)
-            assert line is not None, f"the server ended with {process.wait()}: {lines}"
-            match = READY.match(line)
-        yield Process(process, lines, match[1])
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(STOP_TIMEOUT_S)
-
-
-def family(pid: int) -> list[int]:
-    """A process and its descendants."""
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-    found = [pid]
-    for parent in found:  # grows while it is walked
-        found += [child for child, its_parent in parents.items() if its_parent == parent]
-    return found
-
-
-def alive(pid: int) -> bool:
-    """Whether a process still runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.fixture(scope="module")
@@ -271,17 +173,6 @@ def switching(checkpoint: Path) -> Iterator[Process]:
         yield running
 
 
-@contextlib.contextmanager
-def generating(server: Process, num_tokens: int = 1000) -> Iterator[None]:
-    """Generate in the background, and see that it has not ended before what was done meanwhile."""
-    body = {"prompt": PROMPT, "max_tokens": num_tokens, "temperature": 0, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
-        lines = response.iter_lines()
-        assert next(lines).startswith("data: ")
-        yield
-        assert server.health()["running"] == 1, "the request ended too early for this test"
-
-
 def test_layouts_switch_under_a_stream_and_change_no_token(switching: Process) -> None:
     options = {
         "model": "base",
@@ -362,71 +253,6 @@ def test_a_layout_that_cannot_shard_the_heads_is_refused(checkpoint: Path) -> No
             assert "3 ranks do not divide 8 heads; use dp, cp" in response.json()["error"]["message"]
             assert running.switch("cp").status_code == 200
         assert [record["to"] for record in running.history()] == ["cp"]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_stop_cleanly_and_leave_no_process(checkpoint: Path, number: signal.Signals) -> None:
-    with serving(f"model.path={checkpoint}", "ranks=2", "max_model_len=200") as running:
-        members = family(running.process.pid)
-        assert len(members) >= 3, "the server and two ranks"
-        os.killpg(running.process.pid, number)  # as a terminal does
-        assert running.process.wait(STOP_TIMEOUT_S) == 0, running.lines
-        assert not any(map(alive, members))
-        assert not any("Traceback" in line for line in running.lines), running.lines
-
-
-def test_stopping_under_load_tells_clients_and_leaves_no_process(checkpoint: Path) -> None:
-    with serving(f"model.path={checkpoint}", "ranks=2", "shutdown_grace_s=0") as running:
-        members = family(running.process.pid)
-        body = {"prompt": "hello", "max_tokens": 2000, "stream": True, "ignore_eos": True}
-        with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as response:
-            lines = response.iter_lines()
-            assert next(lines).startswith("data: ")
-            os.killpg(running.process.pid, signal.SIGINT)
-            assert "the server is shutting down" in "".join(lines)
-        assert running.process.wait(STOP_TIMEOUT_S) == 0, running.lines
-        assert not any(map(alive, members))
-        assert not any("Traceback" in line for line in running.lines), running.lines
-
-
-@pytest.mark.parametrize("load", [False, True])
-def test_a_dead_rank_ends_the_server_with_an_error(checkpoint: Path, load: bool) -> None:
-    with serving(f"model.path={checkpoint}", "ranks=2") as running:
-        members = family(running.process.pid)
-        ranks = [pid for pid in members if b"splash.engine.worker" in cmdline(pid)]
-        assert len(ranks) == 2, list(map(cmdline, members))
-        if load:
-            body = {"prompt": "hello", "max_tokens": 1900, "stream": True, "ignore_eos": True}
-            with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as response:
-                lines = response.iter_lines()
-                assert next(lines).startswith("data: ")
-                os.kill(ranks[1], signal.SIGKILL)
-                with contextlib.suppress(httpx.HTTPError):
-                    assert "rank 1 was killed by signal 9" in "".join(lines)
-        else:
-            os.kill(ranks[1], signal.SIGKILL)
-            deadline = time.monotonic() + NOTICE_TIMEOUT_S
-            while healthy(running):
-                assert time.monotonic() < deadline, "an idle server does not notice that a rank is dead"
-        assert running.process.wait(STOP_TIMEOUT_S) == 1, running.lines
-        assert any(line.startswith("splash: the engine died") for line in running.lines), running.lines
-        assert not any(map(alive, members))
-
-
-def healthy(server: Process) -> bool:
-    """Whether probes are told that all is well. A server that stops refuses the connection."""
-    try:
-        response = httpx.get(f"{server.url}/health", timeout=NOTICE_TIMEOUT_S)
-    except httpx.TransportError:
-        return False
-    assert response.status_code == 200 or response.json()["error"]["code"] == "engine_dead", response.text
-    return response.status_code == 200
-
-
-def cmdline(pid: int) -> bytes:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
 
 
 def failing(*options: str) -> str:

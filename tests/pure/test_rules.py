@@ -17,7 +17,7 @@ PACKAGE = ROOT / "splash"
 MAX_LINES = 500
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 IMPORT_NAMES = {"hydra-core": {"hydra", "omegaconf"}, "nvidia-ml-py": {"pynvml"}, "flashinfer-python": {"flashinfer"}}
-IMPORT_NAMES |= {"amd-aiter": {"aiter"}}
+IMPORT_NAMES |= {"amd-aiter": {"aiter"}, "prometheus-client": {"prometheus_client"}}
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|NotImplementedError)\b")
 UNSAFE = re.compile(r"\b(pickle|torch\.load|trust_remote_code)\b|(?<![\w.])(eval|exec)\(")
 

@@ -24,7 +24,9 @@ from splash.core.decision import Decision
 from splash.core.errors import ConfigError, SplashError, WorkerError
 from splash.core.layout import LAYOUTS, check_layout, parse_layout
 from splash.core.request import SamplingParams, TokenLogprob
+from splash.engine.engine import EngineStats
 from splash.engine.history import Sample, StepTime, SwitchEvent
+from splash.engine.metrics import EngineMetrics
 from splash.engine.outputs import GenerationRequest, Live, RequestOutput
 from splash.engine.picture import picture
 from splash.engine.text import OutputText
@@ -73,14 +75,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return train_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-@dataclass(frozen=True)
-class Stats:
-    """The load that the server reports."""
-
-    running: int
-    waiting: int
-
-
 @dataclass
 class ScriptedEngine:
     """Has the interface of `AsyncEngine`. Output token i is prompt token i, over and over, up to max_tokens.
@@ -100,6 +94,7 @@ class ScriptedEngine:
     ranks: int = 4
     hardware: str = "cpu"
     error: SplashError | None = None
+    restarting: bool = False
     requests: list[GenerationRequest] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
     samples: list[Sample] = field(default_factory=list)
@@ -115,6 +110,7 @@ class ScriptedEngine:
     policy: str = "static"
     pinned: bool = False
     decision: Decision | None = None
+    metrics: EngineMetrics = field(default_factory=EngineMetrics)
 
     def __post_init__(self) -> None:
         spec = SimpleNamespace(vocab_size=self.tokenizer.vocab_size + 10, num_heads=6)
@@ -122,8 +118,9 @@ class ScriptedEngine:
         self._num_switches = 0
         self._switch_ended = asyncio.Event()
 
-    def stats(self) -> Stats:
-        return Stats(running=len(self.running), waiting=0)
+    def stats(self) -> EngineStats:
+        pages = (8,) * self.ranks
+        return EngineStats(self.layout, len(self.running), 0, pages, pages, 0, 0, 0, 0, 0)
 
     async def live(self) -> Live:
         self.looks += 1

@@ -17,11 +17,21 @@ def test_models_and_state(served: Any) -> None:
     assert [model.id for model in models] == ["scripted"]
     assert served.client.models.retrieve("scripted").owned_by == "splash"
     assert served.http.get("/v1/models/other/one").status_code == 404
-    assert served.http.get("/health").json() == {"status": "ok", "ready": True, "running": 0, "waiting": 0}
+    health = served.http.get("/health").json()
+    assert health.items() >= {"status": "ok", "ready": True, "live": 0, "running": 0, "waiting": 0}.items()
     assert served.http.get("/ready").json() == {"status": "ready"}
     assert served.http.get("/version").json() == {"version": "1.2.3"}
     paths = served.http.get("/openapi.json").json()["paths"]
     assert {"/v1/completions", "/layout", "/layout/history", "/layout/switch"} <= set(paths)
+
+
+def test_not_ready_while_ranks_are_replaced_but_requests_are_taken(served: Any) -> None:
+    served.engine.restarting = True
+    response = served.http.get("/ready")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "restarting")
+    assert response.headers["retry-after"] == "5"
+    assert served.http.get("/health").status_code == 200
+    assert served.http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 1}).status_code == 200
 
 
 @pytest.mark.parametrize("n", [1, 3])
