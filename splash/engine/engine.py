@@ -335,7 +335,8 @@ class Engine:
         for item in progress:
             live = self._live.get(item.id)
             if live is not None:
-                self._note_token(live, now_s)
+                if item.finish_reason != "error":  # whose token means nothing
+                    self._note_token(live, now_s)
                 outputs.append(self._advance(live, item))
         if not self.loop.has_work:
             self._history.idle(now_s)
