@@ -34,6 +34,7 @@ from splash.scheduler.admission import Admission, Place, check_capacity, holds_a
 from splash.scheduler.chunks import Batch, Prompt
 from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.prefix_cache import Keys, PrefixCache, extend_keys
+from splash.scheduler.queries import Filling, make_queries
 from splash.scheduler.queue import WaitingQueue
 from splash.scheduler.request import Progress, Rebase, Request
 
@@ -72,7 +73,7 @@ class Scheduler:
         self._tokens = [0] * pool.ranks  # of running requests, by owner
         self._owned = [0] * pool.ranks  # running requests, by owner
         self._in_flight: StepPlan | None = None
-        self._filling: list[tuple[Request, int, int]] = []  # who fills pages first .. end - 1 in the step in flight
+        self._filling: list[Filling] = []  # in the step in flight
         self._pool_before: PrefixCache | None = None  # what `retract` would go back to
         self._aborted_in_flight: list[Request] = []
         self._released: list[int] = []  # for the next plan, as the following one
@@ -171,7 +172,8 @@ class Scheduler:
         new = [request.new for request in sorted(batch.new, key=_by_order) if not request.announced]
         for request in batch.new:
             request.announced = True
-        return self._plan(self._queries(batch), new)
+        queries, self._filling = make_queries(self._running, batch, self.pool.ranks, self.config.page_size)
+        return self._plan(queries, new)
 
     def schedule_empty(self) -> StepPlan:
         """Plan a step without rows, for what it carries beside them."""
@@ -418,40 +420,6 @@ class Scheduler:
         insort(self._running, request, key=_by_order)
         self._tokens[place.owner] += len(request.tokens)
         self._owned[place.owner] += 1
-
-    def _queries(self, batch: Batch) -> list[list[Query]]:
-        """The queries of a step by owner: rows of requests that decode, then chunks. Counts them as computed."""
-        queries: list[list[Query]] = [[] for _ in range(self.pool.ranks)]
-        self._filling = filling = []
-        page_size = self.config.page_size
-        chunks = {chunk.request for chunk in batch.chunks}
-        for request in self._running:
-            if request in chunks:
-                continue
-            held, start = request.held, request.num_computed
-            assert held is not None
-            new_pages: tuple[tuple[int, ...], ...] = ()
-            page, offset = divmod(start, page_size)
-            if not offset:
-                new_pages = held.table.rows(page, page + 1)
-            if offset == page_size - 1:
-                filling.append((request, page, page + 1))
-            owner = held.owner
-            queries[owner].append(Query(request.id, start, (request.tokens[start],), owner, True, new_pages))
-            request.num_computed = start + 1
-        for count, (_, left, request, _) in zip(batch.rows(), batch.chunks, strict=True):
-            held, start = request.held, request.num_computed
-            assert held is not None
-            if count:
-                end = start + count
-                # The ranks have not heard of the pages before its first chunk.
-                pages = held.table.rows(0 if request in batch.new else -(-start // page_size), -(-end // page_size))
-                tokens = tuple(request.tokens[start:end])
-                last, score = count == left, request.is_unscored
-                queries[held.owner].append(Query(request.id, start, tokens, held.owner, last, pages, score))
-                request.num_computed = end
-                filling.append((request, start // page_size, end // page_size))
-        return queries
 
     def _count_found(self, request: Request, times: int) -> None:
         if self.config.prefix_cache:

@@ -1,0 +1,57 @@
+"""From the requests that a step serves to the queries that the ranks obey."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from splash.core.step import Query
+from splash.scheduler.chunks import Batch
+from splash.scheduler.request import Request
+
+Filling = tuple[Request, int, int]  # fills pages first .. end - 1
+
+
+def make_queries(
+    running: Sequence[Request], batch: Batch, ranks: int, page_size: int
+) -> tuple[list[list[Query]], list[Filling]]:
+    """The queries of a step by owner: rows of requests that decode, then chunks. Counts them as computed.
+
+    Args:
+        running: the requests that hold pages, in order of service.
+        batch: which of them compute more than one token, or are new, and how many rows they get.
+        ranks: T.
+        page_size: token positions a page.
+
+    Returns:
+        queries by owner, and who fills which pages in the step.
+    """
+    queries: list[list[Query]] = [[] for _ in range(ranks)]
+    filling: list[Filling] = []
+    chunks = {chunk.request for chunk in batch.chunks}
+    for request in running:
+        if request in chunks:
+            continue
+        held, start = request.held, request.num_computed
+        assert held is not None
+        new_pages: tuple[tuple[int, ...], ...] = ()
+        page, offset = divmod(start, page_size)
+        if not offset:
+            new_pages = held.table.rows(page, page + 1)
+        if offset == page_size - 1:
+            filling.append((request, page, page + 1))
+        owner = held.owner
+        queries[owner].append(Query(request.id, start, (request.tokens[start],), owner, True, new_pages))
+        request.num_computed = start + 1
+    for count, (_, left, request, _) in zip(batch.rows(), batch.chunks, strict=True):
+        held, start = request.held, request.num_computed
+        assert held is not None
+        if count:
+            end = start + count
+            # The ranks have not heard of the pages before its first chunk.
+            pages = held.table.rows(0 if request in batch.new else -(-start // page_size), -(-end // page_size))
+            tokens = tuple(request.tokens[start:end])
+            sample, score = count == left, request.is_unscored
+            queries[held.owner].append(Query(request.id, start, tokens, held.owner, sample, pages, score))
+            request.num_computed = end
+            filling.append((request, start // page_size, end // page_size))
+    return queries, filling
