@@ -355,7 +355,8 @@ class Engine:
         for item in progress:
             live = self._live.get(item.id)
             if live is not None:
-                self._note_token(live, now)
+                if item.finish_reason != "error":  # whose token means nothing
+                    self._note_token(live, now)
                 outputs.append(self._advance(live, item, now))
         if not self.loop.has_work:
             self._history.idle(now)
