@@ -29,8 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import splash
-from perf.common import busy_cores, percentile, process_tree, pss_mib, report
-from perf.serve import Load, Prompt, make_prompts, run, served_model, summarise
+from perf.client import Call, Endpoint, Prompt, make_prompts, run, served_model
+from perf.common import busy_cores, percentile, process_tree, pss_mib, report, spread
+from perf.serve_result import summarise
 from perf.transformers_peer import PeerTask, run_peer
 
 ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
@@ -98,17 +99,16 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 def measure_endpoint(url: str, prompts: list[Prompt], output_len: int) -> dict[str, Any]:
     """One prompt at a time, then all at once, after a warm-up. Times in seconds."""
-    model = served_model(url)
-    run(Load(url, model, prompts, 8, len(prompts)))
-    few = prompts[:2]
-    alone = run(Load(url, model, few, output_len, 1))
-    first = run(Load(url, model, prompts[:4], 1, 1))
-    together = run(Load(url, model, prompts, output_len, len(prompts)))
+    endpoint = Endpoint(url, served_model(url))
+    run(endpoint, [Call(prompt, 8) for prompt in prompts], len(prompts))
+    alone = run(endpoint, [Call(prompt, output_len) for prompt in prompts[:2]], 1)
+    first = run(endpoint, [Call(prompt, 1) for prompt in prompts[:4]], 1)
+    together = run(endpoint, [Call(prompt, output_len) for prompt in prompts], len(prompts))
     return {
-        "single_tok_s": summarise(alone)["output_tok_s"],
-        "batch_tok_s": summarise(together)["output_tok_s"],
+        "single_tok_s": summarise(alone)["output_throughput"],
+        "batch_tok_s": summarise(together)["output_throughput"],
         "ttft_s": [timing.ttft for timing in first],
-        "itl_ms": summarise(together)["itl_ms"],
+        "itl_ms": spread([gap for timing in together for gap in timing.gaps]),
         "texts": [timing.text for timing in together],
     }
 

@@ -4,9 +4,10 @@
 
 The aim is 1 ms: a step of a fast GPU lasts a few, and it waits while the next one is planned. Cases: steady decode with
 requests spread over their pages (1 in 64 begins a page); one request in 256, and one in 32, has ended and as many are
-admitted; a long prompt goes on in chunks while 32 as long wait; every request begins a page in the same step. Each
-without and with the prefix cache. The ceiling builds the queries of the same plan and the progress of the same output
-from values at hand, and does nothing else. Times are those of the processor, as nothing in it waits.
+admitted; a long prompt, or one of each owner, goes on in chunks while others as long wait, 32 in all; every request
+begins a page in the same step. Each without and with the prefix cache. The ceiling builds the queries of the same plan
+and the progress of the same output from values at hand, and does nothing else. Times are those of the processor, as
+nothing in it waits.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from perf.common import busy_cores, percentile, report
@@ -91,7 +93,7 @@ def answer(plan: StepPlan) -> StepOutput:
 def ceiling(plan: StepPlan, progress: list[Progress]) -> float:
     """Seconds to build the queries of a plan and the progress of its output again."""
     queries = [(q.request, q.start, q.tokens, q.owner, q.sample, q.new_pages) for q in plan.queries]
-    fields = [(p.id, p.token, p.logprob, p.finish_reason, p.stop_reason, p.num_cached) for p in progress]
+    fields = [msgspec.structs.astuple(each) for each in progress]
     started = time.thread_time()
     rebuilt = tuple([Query(*query) for query in queries])
     again = [Progress(*field) for field in fields]
@@ -122,7 +124,7 @@ def admitting(bench: Bench, lifetime: int) -> Iterator[Step]:
 
 
 def chunking(bench: Bench) -> Iterator[Step]:
-    """Steps that go on with a long prompt, while others as long wait behind it: all but one request decode."""
+    """Steps that go on with long prompts, one or one of each owner, while others as long wait; the rest decodes."""
     for _ in range(bench.count - 2):
         bench.add(SHARED + PAGE)
     while bench.scheduler.num_waiting or any(r.num_computed < r.num_prompt for r in bench.scheduler.running):

@@ -1,230 +1,58 @@
-"""Drive any OpenAI-compatible endpoint and report throughput and latency.
+"""Drive any OpenAI-compatible endpoint and report throughput and latency, in the fields of `vllm bench serve`.
 
-    python -m perf.serve --url http://127.0.0.1:8000 --concurrency 16 --num-prompts 64 --input-len 128 --output-len 128
-
+    python -m perf.serve --num-prompts 64 --max-concurrency 16 --input-len 128 --output-len 128
+    python -m perf.serve --workload sharegpt --num-prompts 500 --request-rate 4 --goodput ttft:500 tpot:50
+    python -m perf.serve --workload prefix-repetition --prefix-len 512 --num-prefixes 8
     python -m perf.serve --workload agentic --set num_sessions=20 --set rate=2
+    python -m perf.serve --workload my_trace.jsonl --set rate_scale=2
 
-By default a closed loop: `concurrency` requests are in flight until all prompts are done. Prompts are random, each
-different, so that no prefix cache helps; end-of-sequence is ignored, so that each generates as many tokens as asked.
+`--workload` takes one of those made here (random, sharegpt, prefix-repetition), a name under conf/workload, a YAML file
+of the same form, or a trace (docs/workloads.md). Those made here arrive at `--request-rate` as a Poisson process, or
+all at once; the others say themselves when what arrives. `--max-concurrency` bounds what is in flight: all at once with
+a bound is a closed loop.
 
-With `--workload` the requests are those of a workload (docs/workloads.md): a name under conf/workload, a YAML file of
-the same form, or a trace (.jsonl). They are sent when they fall due, whether or not earlier ones are done, except where
-the workload says that one waits for another or bounds how many are in flight. `late` is from falling due to being sent,
-waiting for a place included; everything else counts from being sent.
-
-TTFT is from sending a request to its first streamed event; ITL is between one event and the next (an event may carry
-more than one token); TPOT is (last - first) / (tokens - 1); E2E is from sending to the last event.
+`sharegpt` has lengths of the shape of the conversations that people shared, with no text of theirs: lognormal, of about
+the means that benchmarks report for them (220 tokens a prompt, 200 an answer), none above 1,024. Prompts are random
+tokens, different ones except for what the workload shares, so that no prefix cache helps otherwise. End-of-sequence is
+ignored, so that each request generates as many tokens as asked.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import dataclasses
 import json
 import math
-import random
-import time
+import os
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from perf.common import report, spread
+from perf.client import WORDS, Call, Endpoint, Prompt, make_prompts, replay, run, served_model
+from perf.common import report
+from perf.serve_result import OBJECTIVES, parse_objectives, print_summary, summarise
 from splash.core.errors import ConfigError
-from splash.workload import Feed, Requests, Workload, from_mapping, load
+from splash.workload import Requests, Workload, from_mapping, load
 from splash.workload import summarise as summarise_workload
 
-WORDS = "page rank step row head group layout token batch cache owner shard gather reduce merge slot".split()
-FIRST_TOKEN_ID = 16  # below are often special tokens
-
-Prompt = str | list[int]
+MADE_HERE = ("random", "sharegpt", "prefix-repetition")
 
 
-@dataclass(frozen=True)
-class Load:
-    """What to send: every prompt once, `concurrency` at a time."""
-
-    url: str
-    model: str
-    prompts: Sequence[Prompt]
-    output_len: int
-    concurrency: int
-    timeout_s: float = 600.0
-
-
-@dataclass(frozen=True)
-class Replay:
-    """A workload to send as it falls due, with token ids below `vocab_size`."""
-
-    url: str
-    model: str
-    requests: Requests
-    vocab_size: int
-    timeout_s: float = 600.0
-
-
-@dataclass(frozen=True)
-class Timing:
-    """One request: seconds on the monotonic clock, tokens as the server counted them, and the text.
-
-    `due` is when the request should have been sent: when it was, in a closed loop.
-    """
-
-    sent: float
-    events: tuple[float, ...]
-    prompt_tokens: int
-    output_tokens: int
-    text: str
-    due: float
-
-    @property
-    def late(self) -> float:
-        return self.sent - self.due
-
-    @property
-    def ttft(self) -> float:
-        return self.events[0] - self.sent
-
-    @property
-    def e2e(self) -> float:
-        return self.events[-1] - self.sent
-
-    @property
-    def gaps(self) -> list[float]:
-        return [after - before for before, after in zip(self.events, self.events[1:], strict=False)]
-
-    @property
-    def tpot(self) -> float:
-        return (self.events[-1] - self.events[0]) / max(1, self.output_tokens - 1)
-
-
-def make_prompts(kind: str, count: int, length: int, vocab_size: int, seed: int) -> list[Prompt]:
-    """`count` different random prompts of `length` token ids ("tokens") or words ("text")."""
-    draw = random.Random(seed)
-    if kind == "text":
-        return [" ".join(draw.choices(WORDS, k=length)) for _ in range(count)]
-    return [[draw.randrange(FIRST_TOKEN_ID, vocab_size) for _ in range(length)] for _ in range(count)]
-
-
-async def _request(
-    client: httpx.AsyncClient, target: Load | Replay, prompt: Prompt, output_len: int, due: float | None = None
-) -> Timing:
-    """Stream one completion. Events are stamped as their bytes arrive and parsed once the stream has ended."""
-    body = {
-        "model": target.model,
-        "prompt": prompt,
-        "max_tokens": output_len,
-        "temperature": 0.0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    stamps: list[float] = []
-    received: list[bytes] = []
-    pending = b""
-    sent = time.perf_counter()
-    async with client.stream("POST", "/v1/completions", json=body) as response:
-        if response.status_code != 200:
-            said = (await response.aread()).decode()[:500]
-            raise SystemExit(f"{target.url} answered {response.status_code}: {said}")
-        async for chunk in response.aiter_raw():
-            now = time.perf_counter()
-            *lines, pending = (pending + chunk).split(b"\n")
-            for line in lines:
-                if line.startswith(b"data: {"):
-                    received.append(line[len(b"data: ") :])
-                    stamps.append(now)
-    times, text, usage = _read_events(target.url, stamps, [json.loads(line) for line in received])
-    output_tokens = usage.get("completion_tokens", output_len)
-    if output_tokens != output_len:
-        raise SystemExit(f"{target.url} generated {output_tokens} tokens, {output_len} were asked for")
-    prompt_tokens = usage.get("prompt_tokens", len(prompt))
-    return Timing(sent, times, prompt_tokens, output_tokens, text, sent if due is None else due)
-
-
-def _read_events(
-    url: str, stamps: list[float], events: list[dict[str, Any]]
-) -> tuple[tuple[float, ...], str, dict[str, int]]:
-    """When events with choices came, their text, and the usage."""
-    usage: dict[str, int] = {}
-    times: list[float] = []
-    text: list[str] = []
-    for stamp, event in zip(stamps, events, strict=True):
-        if "error" in event:
-            raise SystemExit(f"{url} failed while streaming: {event['error']}")
-        usage = event.get("usage") or usage
-        if event.get("choices"):
-            times.append(stamp)
-            text.append(event["choices"][0].get("text") or "")
-    if not times:
-        raise SystemExit(f"{url} streamed no event with choices")
-    return tuple(times), "".join(text), usage
-
-
-async def drive(load: Load) -> list[Timing]:
-    """Send every prompt of `load`; timings in the order of the prompts.
-
-    Raises:
-        SystemExit: the endpoint answered with an error or generated another number of tokens than asked.
-    """
-    results: dict[int, Timing] = {}
-    waiting = iter(enumerate(load.prompts))
-    limits = httpx.Limits(max_connections=load.concurrency, max_keepalive_connections=load.concurrency)
-    async with httpx.AsyncClient(base_url=load.url, limits=limits, timeout=load.timeout_s, trust_env=False) as client:
-
-        async def worker() -> None:
-            for index, prompt in waiting:
-                results[index] = await _request(client, load, prompt, load.output_len)
-
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(load.concurrency, len(load.prompts))):
-                group.create_task(worker())
-    return [results[index] for index in range(len(load.prompts))]
-
-
-async def replay(target: Replay) -> list[Timing]:
-    """Send the requests of a workload as they fall due; timings in their order.
-
-    Raises:
-        SystemExit: as `drive`.
-    """
-    results: dict[int, Timing] = {}
-    feed = Feed(target.requests)
-    finished = asyncio.Event()
-    unbounded = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    start = time.perf_counter()
-    async with httpx.AsyncClient(
-        base_url=target.url, limits=unbounded, timeout=target.timeout_s, trust_env=False
-    ) as client:
-
-        async def send(index: int, due_s: float) -> None:
-            prompt = target.requests.tokens(index, target.vocab_size).tolist()
-            output_len = int(target.requests.output_len[index])
-            results[index] = await _request(client, target, prompt, output_len, start + due_s)
-            feed.finish(index, time.perf_counter() - start)
-            finished.set()
-
-        async with asyncio.TaskGroup() as group:
-            while not feed.exhausted:
-                finished.clear()
-                for index, due_s in feed.take(time.perf_counter() - start):
-                    group.create_task(send(index, due_s))
-                pause = feed.next_time() - (time.perf_counter() - start)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(finished.wait(), None if math.isinf(pause) else max(0.0, pause))
-    return [results[index] for index in range(len(target.requests))]
-
-
-def run(target: Load | Replay) -> list[Timing]:
-    """`drive` or `replay` to its end, with the first error of a request raised by itself rather than in a group."""
-    try:
-        return asyncio.run(drive(target) if isinstance(target, Load) else replay(target))
-    except BaseExceptionGroup as group:
-        raise group.exceptions[0] from None
+def made_here(args: argparse.Namespace) -> Workload:
+    """The workload of that name, as the command line shapes it."""
+    lengths: dict[str, Any] = {"input": args.input_len, "output": args.output_len}
+    if args.workload == "sharegpt":
+        lengths["input"] = {"kind": "lognormal", "average": 230, "sigma": 1.2, "low": 4, "high": 1024}
+        lengths["output"] = {"kind": "lognormal", "average": 210, "sigma": 1.0, "low": 4, "high": 1024}
+    elif args.workload == "prefix-repetition":
+        lengths["input"] = args.prefix_len + args.input_len
+        lengths |= {"shared_prefix": args.prefix_len, "prefix_groups": args.num_prefixes}
+    arrival: dict[str, Any] = {"kind": "fixed"}
+    if math.isfinite(args.request_rate):
+        arrival = {"kind": "poisson", "rate": args.request_rate}
+    return from_mapping({**arrival, **lengths, "num_requests": args.num_prompts, "seed": args.seed})
 
 
 def named_workload(name: str, changes: Sequence[str]) -> Workload:
@@ -249,82 +77,90 @@ def named_workload(name: str, changes: Sequence[str]) -> Workload:
     return from_mapping({str(key): value for key, value in mapping.items()})
 
 
-def served_model(url: str) -> str:
-    """The first model that the endpoint lists."""
-    response = httpx.get(f"{url}/v1/models", timeout=30, trust_env=False)
-    response.raise_for_status()
-    return str(response.json()["data"][0]["id"])
+def call_of(requests: Requests, index: int, vocab_size: int, text: bool) -> Call:
+    """Request `index` as it is sent: token ids, or with `text` a word for each."""
+    tokens = requests.tokens(index, vocab_size).tolist()
+    prompt: Prompt = " ".join(WORDS[token % len(WORDS)] for token in tokens) if text else tokens
+    return Call(prompt, int(requests.output_len[index]), int(requests.priority[index]))
 
 
-def summarise(timings: Sequence[Timing]) -> dict[str, Any]:
-    """Throughput over the whole run in tokens a second, latencies in milliseconds."""
-    late = [t.late for t in timings]
-    wall = max(t.events[-1] for t in timings) - min(t.sent for t in timings)
-    output = sum(t.output_tokens for t in timings)
-    return {
-        "requests": len(timings),
-        "wall_s": round(wall, 3),
-        "output_tok_s": round(output / wall, 1),
-        "total_tok_s": round((output + sum(t.prompt_tokens for t in timings)) / wall, 1),
-        "ttft_ms": spread([t.ttft for t in timings]),
-        "itl_ms": spread([gap for t in timings for gap in t.gaps]),
-        "tpot_ms": spread([t.tpot for t in timings]),
-        "e2e_ms": spread([t.e2e for t in timings]),
-        **({"late_ms": spread(late)} if any(late) else {}),
-    }
-
-
-def print_summary(summary: dict[str, Any]) -> None:
-    """Throughput, then one line of percentiles for each latency."""
-    print(f"output {summary['output_tok_s']:.1f} tok/s   total {summary['total_tok_s']:.1f} tok/s")
-    print(f"{'ms':>6} {'p50':>10} {'p95':>10} {'p99':>10} {'mean':>10}")
-    for name in ("ttft", "itl", "tpot", "e2e", "late"):
-        if row := summary.get(f"{name}_ms"):
-            print(f"{name:>6} " + " ".join(f"{row[key]:>10.2f}" for key in ("p50", "p95", "p99", "mean")))
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="perf.serve", description=(__doc__ or "").split("\n\n")[0])
+    add = parser.add_argument
+    add("--url", default="http://127.0.0.1:8000", help="where the endpoint listens, without /v1")
+    add("--model", help="model name to ask for; the first that the endpoint lists by default")
+    add("--backend", choices=("openai", "openai-chat"), default="openai", help="completions, or chat completions")
+    add("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="bearer token; OPENAI_API_KEY by default")
+    add("--workload", metavar="NAME|FILE", default="random", help=f"{', '.join(MADE_HERE)}, a name, .yaml or .jsonl")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="change an option of a named workload")
+    add("--request-rate", type=float, default=math.inf, help="requests a second; all at once by default")
+    add("--max-concurrency", type=int, help="most requests in flight; no bound by default")
+    add("--num-prompts", type=int, default=64)
+    add("--input-len", type=int, default=128, help="tokens a prompt, after its prefix")
+    add("--output-len", type=int, default=128)
+    add("--prefix-len", type=int, default=256, help="tokens a shared prefix")
+    add("--num-prefixes", type=int, default=10)
+    add("--prompts", choices=("tokens", "text"), help="send token ids, or words; words to a chat, else ids by default")
+    add("--vocab-size", type=int, default=256, help="token ids are drawn below this")
+    add("--no-ignore-eos", action="store_true", help="let answers end early, and do not send ignore_eos")
+    add("--goodput", nargs="+", default=[], metavar="METRIC:MS", help=f"objectives, of {', '.join(OBJECTIVES)}")
+    add("--warmup", type=int, default=2, help="requests sent first and not counted")
+    add("--seed", type=int, default=0)
+    add("--save-detailed", action="store_true", help="keep every request's figures in the record")
+    add("--out", type=Path, help="write the JSON record there as well")
+    return parser
 
 
 def main() -> None:
     """Parse the command line, warm up, drive, print a table and one JSON line."""
-    parser = argparse.ArgumentParser(prog="perf.serve", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="where the endpoint listens, without /v1")
-    parser.add_argument("--model", help="model name to ask for; the first that the endpoint lists by default")
-    parser.add_argument("--workload", metavar="NAME|FILE", help="a workload, .yaml or trace, in place of equal prompts")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a workload's option")
-    parser.add_argument("--concurrency", type=int, default=16)
-    parser.add_argument("--num-prompts", type=int, default=64)
-    parser.add_argument("--input-len", type=int, default=128, help="token ids, or words with --prompts text")
-    parser.add_argument("--output-len", type=int, default=128)
-    parser.add_argument("--prompts", choices=("tokens", "text"), default="tokens")
-    parser.add_argument("--vocab-size", type=int, default=256, help="token ids are drawn below this")
-    parser.add_argument("--warmup", type=int, default=2, help="requests sent first and not counted")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="write the JSON record there as well")
-    args = parser.parse_args()
-    if args.set and args.workload is None:
-        parser.error("--set changes a workload: name one with --workload")
+    options = parser()
+    args = options.parse_args()
+    ours = args.workload in MADE_HERE
+    if args.set and ours:
+        options.error(f"--set changes a named workload, and {args.workload} is shaped by options of its own")
+    if not ours and math.isfinite(args.request_rate):
+        options.error(f"--request-rate: {args.workload} says itself when requests arrive; see --set")
+    if args.max_concurrency is not None and args.max_concurrency < 1:
+        options.error("--max-concurrency must be at least 1")
+    text = (args.prompts or ("text" if args.backend == "openai-chat" else "tokens")) == "text"
+    if args.backend == "openai-chat" and not text:
+        options.error("--prompts tokens: a chat is made of text")
     try:
-        requests = named_workload(args.workload, args.set).requests() if args.workload else None
-    except ConfigError as error:
-        parser.error(str(error))
+        objectives = parse_objectives(args.goodput) if args.goodput else None
+        requests = (made_here(args) if ours else named_workload(args.workload, args.set)).requests()
+    except (ConfigError, ValueError) as error:
+        options.error(str(error))
+    if args.max_concurrency is not None:
+        requests = requests.limited(args.max_concurrency)
 
     url = args.url.rstrip("/").removesuffix("/v1")
-    model = args.model or served_model(url)
-    prompts = make_prompts(args.prompts, args.num_prompts + args.warmup, args.input_len, args.vocab_size, args.seed)
-    warm, counted = prompts[: args.warmup], prompts[args.warmup :]
-    if warm:
-        run(Load(url, model, warm, args.output_len, args.concurrency))
-    settings: dict[str, Any]
-    if requests is None:
-        summary = summarise(run(Load(url, model, counted, args.output_len, args.concurrency)))
-        settings = {"concurrency": args.concurrency, "input_len": args.input_len, "output_len": args.output_len}
-        print(f"{summary['requests']} requests of {args.input_len} + {args.output_len}, {args.concurrency} at a time")
-    else:
-        summary = summarise(run(Replay(url, model, requests, args.vocab_size)))
-        described = summarise_workload(requests)
-        settings = {"workload": {"name": args.workload, "set": args.set, **dataclasses.asdict(described)}}
-        print(described.table())
+    model = args.model or served_model(url, args.api_key)
+    endpoint = Endpoint(url, model, args.backend == "openai-chat", args.api_key, not args.no_ignore_eos)
+    # The seed keeps what warms the endpoint up apart from what is counted.
+    warm = make_prompts("text" if text else "tokens", args.warmup, args.input_len, args.vocab_size, args.seed + 1)
+    run(endpoint, [Call(prompt, args.output_len) for prompt in warm], args.warmup or 1)
+    timings = asyncio.run(replay(endpoint, requests, lambda index: call_of(requests, index, args.vocab_size, text)))
+    summary = summarise(timings, objectives, args.save_detailed)
+    described = summarise_workload(requests)
+    print(described.table())
     print_summary(summary)
-    report("serve", {"url": url, "model": model, **settings, **summary}, args.out)
+    for error in sorted({timing.error for timing in timings if timing.error})[:5]:
+        print(f"failed: {error}", file=sys.stderr)
+    record = {
+        "backend": args.backend,
+        "url": url,
+        "model_id": model,
+        "num_prompts": len(requests),
+        "request_rate": args.request_rate if math.isfinite(args.request_rate) else "inf",
+        "max_concurrency": args.max_concurrency,
+        "workload": {"name": args.workload, "set": args.set, **dataclasses.asdict(described)},
+        "goodput_ms": objectives,
+        **summary,
+    }
+    report("serve", record, args.out)
+    if summary["failed"]:
+        raise SystemExit(f"{summary['failed']} of {len(requests)} requests failed")
 
 
 if __name__ == "__main__":

@@ -299,7 +299,7 @@ def _rotated(items: Sequence[Any], turn: int) -> list[Any]:
 
 def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The whole run: what is true of all of it, and a row for each direction."""
-    rate = copy_rate(args.ranks)
+    rate = copy_rate(args.ranks) if args.peer_gb_s is None else args.peer_gb_s * 1e9
     walk = Walk(args)
     decode: Samples = defaultdict(list)
     prefill: Samples = defaultdict(list)
@@ -464,8 +464,7 @@ def _directions(text: str) -> list[Direction]:
 
 
 def _option(text: str) -> tuple[str, Any]:
-    key, _, value = text.partition("=")
-    return key, json.loads(value)
+    return text.partition("=")[0], json.loads(text.partition("=")[2])
 
 
 def main() -> None:
@@ -483,6 +482,7 @@ def main() -> None:
     parser.add_argument("--prefill-every", type=int, default=3, help="rounds between those with prefill; 0: none")
     parser.add_argument("--kv-cache-gib", type=float, default=0.5, help="of arenas a rank; little room means staging")
     parser.add_argument("--vocab-size", type=int, default=256, help="token ids are drawn below this")
+    parser.add_argument("--peer-gb-s", type=float, help="of reading a peer's GPU, as perf.primitives measures it")
     parser.add_argument("--option", type=_option, action="append", default=[], help="of the engine, as key=JSON")
     parser.add_argument("--out", type=Path, help="write run and directions there as one JSON record")
     args = parser.parse_args()

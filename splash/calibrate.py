@@ -27,8 +27,8 @@ from splash.core.layout import DP, TP, Layout
 from splash.core.memory import ArenaGeometry
 from splash.core.spec import DTYPE_BYTES, kv_format
 from splash.machine import describe
+from splash.model.choice import ModelChoice
 from splash.model.config import load_model_config, resolve_model_path
-from splash.plan import ModelChoice
 from splash.platform.base import Platform
 from splash.platform.registry import detect, require
 from splash.scheduler.cost_model import CostModel

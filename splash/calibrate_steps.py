@@ -18,7 +18,7 @@ from splash.core.step import NO_SLOT, NewRequest, Query, StepPlan
 from splash.engine.config import EngineConfig
 from splash.engine.executor import LocalGroup
 from splash.engine.messages import Run
-from splash.model.config import load_model_config, resolve_model_path
+from splash.model.config import parse_model_config, read_model_config, resolve_model_path
 from splash.platform.base import Platform
 from splash.scheduler.load import StepLoad
 
@@ -41,14 +41,15 @@ class StepBench:
     def __init__(
         self, model: str, platform: Platform, ranks: int, dtype: str, page_size: int, num_pages: int, timeout_s: float
     ) -> None:
-        spec = load_model_config(model).spec
+        contents = read_model_config(model)
+        spec = parse_model_config(contents, model).spec
         kv, weight_bytes = kv_format(spec, dtype), DTYPE_BYTES[dtype]
         weights = ArenaGeometry(spec, kv, page_size, weight_bytes, ranks, num_slots=1 << 40).num_weight_slots
         self.geometry = ArenaGeometry(spec, kv, page_size, weight_bytes, ranks, weights + num_pages)
         config = EngineConfig(
             model=model, layout=DP.name, ranks=ranks, dtype=dtype, page_size=page_size, step_timeout_s=timeout_s
         )
-        self._group = LocalGroup(config, str(resolve_model_path(model)), platform, ranks, self.geometry)
+        self._group = LocalGroup(config, str(resolve_model_path(model)), contents, platform, ranks, self.geometry)
         self._group.start(spec.max_position_embeddings)
         self._step = 0
         self._request = 0

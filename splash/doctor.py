@@ -154,11 +154,12 @@ def _print(report: Report) -> None:
         verdict = "[green]PASS[/]" if platform.ok else "[red]FAIL[/]"
         platforms.add_row(platform.name, verdict, platform.reason, platform.remedy)
     console.print(platforms)
-    devices = Table("platform", "device", "name", "memory", "free", title="Devices", title_justify="left")
+    columns = ("platform", "device", "name", "memory", "free", "state")
+    devices = Table(*columns, title="Devices", title_justify="left")
     for platform in report.platforms:
         for device in platform.devices:
             total, free = (f"{num_bytes / 2**30:.1f} GiB" for num_bytes in (device.total_bytes, device.free_bytes))
-            devices.add_row(platform.name, str(device.index), device.name, total, free)
+            devices.add_row(platform.name, str(device.index), device.name, total, free, device.state)
     console.print(devices)
     packages = Table("package", "version", title="Packages", title_justify="left")
     for package, version in report.packages.items():

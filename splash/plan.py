@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
@@ -25,32 +25,10 @@ from splash.core.layout import DOP, DP, LAYOUTS, Layout
 from splash.core.memory import ArenaGeometry
 from splash.core.ownership import State
 from splash.core.spec import DTYPE_BYTES, ModelSpec, kv_format
-from splash.model.config import load_model_config, parse_model_config
-from splash.settings import build, compose, options, resolve_model_path, usage
+from splash.model.choice import ModelChoice
+from splash.settings import build, compose, options, usage
 
 MAX_RANKS = 128
-
-
-@dataclass(frozen=True)
-class ModelChoice:
-    """A model as conf/model describes it: a checkpoint directory, or the contents of a config.json."""
-
-    name: str
-    path: str | None = None
-    config: Mapping[str, Any] | None = None
-
-    def spec(self) -> ModelSpec:
-        """Its dimensions. A path, where one is given, comes first.
-
-        Raises:
-            CheckpointError: the checkpoint cannot be read.
-            ConfigError: neither a path nor a config is given.
-        """
-        if self.path is not None:
-            return load_model_config(resolve_model_path(self.path)).spec
-        if self.config is not None:
-            return parse_model_config(self.config, f"model={self.name}").spec
-        raise ConfigError("model.path", f"model {self.name!r} has neither a path nor a config; give one")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import uvicorn
 import uvloop
@@ -31,6 +31,7 @@ from splash.core.layout import parse_layout
 from splash.engine.async_engine import AsyncEngine
 from splash.engine.config import EngineConfig
 from splash.machine import with_description
+from splash.model.choice import ModelChoice
 from splash.server.app import create_app
 from splash.server.auth import read_keys
 from splash.server.intake import Intake
@@ -40,15 +41,6 @@ from splash.settings import build, compose, pick, usage
 
 _DEATH_POLL_S = 0.2
 _FLUSH_S = 1  # until connections are closed on clients that have not read all that was sent
-
-
-@dataclass(frozen=True)
-class ModelChoice:
-    """A file of conf/model: the name to serve under, the checkpoint, and a configuration that only planning uses."""
-
-    name: str
-    path: str | None = None
-    config: Any = None
 
 
 @dataclass(frozen=True)
@@ -126,15 +118,20 @@ def read_options(arguments: Sequence[str]) -> tuple[ServeOptions, EngineConfig]:
     del engine["model"]  # the group of that name, not the engine's directory
     options = build(ServeOptions, {key: value for key, value in mapping.items() if key not in engine})
     model = options.model
-    if model.path is None:
-        raise ConfigError("model.path", f"{model.name} comes without weights; give a checkpoint's directory")
+    dummy = engine.get("load_format") == "dummy"
+    if model.path is None and not dummy:
+        raise ConfigError(
+            "model.path", f"{model.name} comes without weights; give a checkpoint's directory, or load_format=dummy"
+        )
     given = {argument.lstrip("+").partition("=")[0] for argument in arguments}
-    if "model.path" in given and not given & {"model", "model.name"}:
+    if model.path is not None and "model.path" in given and not given & {"model", "model.name"}:
         # The default model's name would be wrong for another checkpoint.
-        model = ModelChoice(Path(model.path).expanduser().resolve().name, model.path)
-        options = build(ServeOptions, {**vars(options), "model": vars(model)})
+        model = dataclasses.replace(model, name=Path(model.path).expanduser().resolve().name)
+        options = dataclasses.replace(options, model=model)
     platform = None if description is None else description.platform
-    config = build(EngineConfig, engine | {"model": options.model.path, "hardware": platform})
+    contents = None if model.path is not None and not model.is_reduced else model.contents()
+    values = {"model": model.path or model.name, "model_config": contents, "hardware": platform}
+    config = build(EngineConfig, engine | values)
     config = dataclasses.replace(config, description=description)
     parse_layout(config.layout)
     return options, config

@@ -4,16 +4,20 @@ Hydra composes plain YAML; what an option may be is said once, by the dataclass 
 
     compose("config", ["layout=dop", "+hardware=cpu"]) -> {"layout": "dop", "hardware": {...}, ...}
     build(ServeSettings, mapping)                      -> ServeSettings(...)
+    alternatives("layout=dp,dop")                      -> ("layout", ["layout=dp", "layout=dop"])
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
+import fnmatch
 import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -81,6 +85,70 @@ def build(cls: type[Settings], mapping: Mapping[str, Any], prefix: str = "") -> 
     return cls(**values)
 
 
+def alternatives(override: str) -> tuple[str, list[str]]:
+    """The key of an override, and the overrides of one value each that it stands for, as Hydra's multirun reads it.
+
+    `a=1,2`, `a=choice(1,2)` and `a=range(1,3)` stand for several, and so does `group=glob(*)`, which takes the names
+    that a group offers.
+
+    Raises:
+        ConfigError: the override cannot be parsed, or stands for none.
+    """
+    parsed = _parse(override)
+    key = parsed.get_key_element()
+    if not parsed.is_sweep_override():
+        return key.lstrip("+~"), [override]
+    from hydra.core.override_parser.types import Glob
+
+    value = parsed.value()
+    if isinstance(value, Glob):
+        known = options(key.lstrip("+"))
+        wanted = [name for name in known if any(fnmatch.fnmatch(name, pattern) for pattern in value.include)]
+        values = [name for name in wanted if not any(fnmatch.fnmatch(name, pattern) for pattern in value.exclude)]
+    else:
+        values = list(parsed.sweep_string_iterator())
+    if not values:
+        raise ConfigError(key.lstrip("+"), f"{override.partition('=')[2]!r} stands for no value")
+    return key.lstrip("+"), [f"{key}={value}" for value in values]
+
+
+class Composer:
+    """`compose` for many lists of overrides of one root: files are composed once for each choice of groups."""
+
+    def __init__(self, config_name: str) -> None:
+        self._config_name = config_name
+        self._composed: dict[tuple[str, ...], dict[str, Any]] = {}
+
+    def compose(self, overrides: Sequence[str]) -> dict[str, Any]:
+        """What `splash.settings.compose` gives for the same overrides.
+
+        Raises:
+            ConfigError: as there.
+        """
+        plain = [item for item in overrides if self._is_plain(item)]
+        groups = tuple(item for item in overrides if item not in plain)
+        if groups not in self._composed:
+            self._composed[groups] = compose(self._config_name, groups)
+        config = copy.deepcopy(self._composed[groups])
+        for item in plain:
+            parsed = _parse(item)
+            *parents, name = parsed.key_or_group.split(".")
+            place: Any = config
+            for parent in parents:
+                place = place.get(parent) if isinstance(place, Mapping) else None
+            if not isinstance(place, dict) or name not in place:
+                known = place if isinstance(place, Mapping) else config
+                raise ConfigError(parsed.key_or_group, _unknown(name, known))
+            place[name] = parsed.value()
+        return config
+
+    def _is_plain(self, item: str) -> bool:
+        key = item.partition("=")[0]
+        if key.startswith(("+", "~")) or "@" in key or options(key):
+            return False
+        return not isinstance(_parse(item).value(), dict)  # mappings are merged
+
+
 def pick(cls: type, mapping: Mapping[str, Any]) -> dict[str, Any]:
     """The items of `mapping` that are fields of the dataclass `cls`."""
     names = {field.name for field in dataclasses.fields(cls)}
@@ -107,8 +175,19 @@ def groups(config_name: str) -> list[str]:
 
 
 def options(group: str) -> list[str]:
-    """Names that a config group offers, sorted."""
+    """Names that a config group offers, sorted; none where there is no such group."""
     return sorted(path.stem for path in (CONF_DIR / group).glob("*.yaml"))
+
+
+@lru_cache(maxsize=4096)
+def _parse(override: str) -> Any:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        return OverridesParser.create().parse_overrides([override])[0]
+    except HydraException as error:
+        raise _explain(override, error, {}) from None
 
 
 def _compose(config_name: str, overrides: list[str]) -> dict[str, Any]:

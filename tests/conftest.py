@@ -7,10 +7,17 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads: ranks share few cores, and threads would fight
 
 from collections.abc import Callable
+from glob import glob
 from pathlib import Path
+
+if not glob("/dev/nvidia[0-9]*") and not os.path.exists("/dev/kfd"):
+    # Without a GPU Triton's kernels are interpreted. Triton must know when it is first imported, by whomever.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.browser import find_chromium
 
 settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True, database=None, print_blob=True)
@@ -18,7 +25,11 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what needs hardware that is not here. torch is asked only when a collected test wants hardware."""
+    """Skip what needs a browser or hardware that is not here. torch is asked only when a test wants hardware."""
+    if find_chromium() is None:
+        for item in items:
+            if item.get_closest_marker("browser"):
+                item.add_marker(pytest.mark.skip(reason="no Chromium on this machine"))
     wanted = {marker for marker in ("gpu", "rocm") for item in items if item.get_closest_marker(marker)}
     if not wanted:
         return

@@ -127,6 +127,25 @@ def other_weight_bytes(spec: ModelSpec, dtype: str, ranks: int) -> dict[str, int
     }
 
 
+def activation_bytes(spec: ModelSpec, dtype: str, rows: int, samples: int, ranks: int) -> int:
+    """Bytes that a step of `rows` rows, `samples` of which are sampled, needs at most at once on a rank, weights apart.
+
+    The larger of attention, feed-forward and sampling, each with every intermediate that lives at the same time, beside
+    the rows themselves. Every rank may come to have all heads of all rows (a request that is alone on its owner).
+    """
+    element, wide = DTYPE_BYTES["bfloat16" if dtype == "fp8" else dtype], DTYPE_BYTES["float32"]
+    held = 4 * rows * spec.hidden_size * element  # residual, normed, attended, and what a collective returns
+    head = 2 * spec.qk_head_dim + 2 * spec.latent_dim + 3 * spec.kv_lora_rank + 2 * spec.v_head_dim
+    attention = rows * (spec.num_heads * head + 2 * (spec.query_input_dim + spec.latent_dim)) * element
+    feedforward = 3 * rows * math.ceil(spec.intermediate_size / ranks) * element
+    if spec.moe is not None:
+        pairs = rows * spec.moe.top_k
+        routed = pairs * (3 * spec.moe.intermediate_size + 2 * spec.hidden_size) * element
+        feedforward = max(feedforward, routed + rows * (spec.hidden_size + 4 * spec.moe.num_experts) * wide)
+    sampling = 3 * samples * spec.vocab_size * wide
+    return held + max(attention, feedforward, sampling)
+
+
 def _balanced_pages(slots: npt.NDArray[np.int64], layout: Layout) -> int:
     """Distinct pages that fit when every rank owns equally many and every page number mod T occurs equally often."""
     ranks = len(slots)

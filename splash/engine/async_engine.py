@@ -15,7 +15,7 @@ from splash.core.errors import DeadlineError, RequestError, SplashError, WorkerE
 from splash.engine.config import EngineConfig
 from splash.engine.engine import Engine, EngineStats
 from splash.engine.metrics import EngineMetrics
-from splash.engine.outputs import GenerationRequest, RequestOutput
+from splash.engine.outputs import GenerationRequest, Live, RequestOutput
 from splash.engine.tokenizer import Tokenizer
 from splash.model.config import ModelConfig
 from splash.switch.orders import SwitchRecord
@@ -52,11 +52,16 @@ class _AbortSwitch:
     done: asyncio.Future[SwitchRecord | None]
 
 
+@dataclass(frozen=True)
+class _Look:
+    done: asyncio.Future[Live]
+
+
 class _Close:
     pass
 
 
-_Command = _Add | _Abort | _Switch | _FollowPolicy | _AbortSwitch | _Close
+_Command = _Add | _Abort | _Switch | _FollowPolicy | _AbortSwitch | _Look | _Close
 
 
 class AsyncEngine:
@@ -71,7 +76,7 @@ class AsyncEngine:
         self._progress = progress
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._sinks: dict[str, asyncio.Queue[RequestOutput | SplashError]] = {}
-        self._switches: set[asyncio.Future[Any]] = set()
+        self._waiters: set[asyncio.Future[Any]] = set()
         self._engine: Engine | None = None
         self._thread: threading.Thread | None = None
         self.error: SplashError | None = None
@@ -140,6 +145,20 @@ class AsyncEngine:
         """A snapshot of load and memory."""
         return self._started.stats()
 
+    async def live(self) -> Live:
+        """The last minutes, and what each rank holds at the next step boundary.
+
+        Raises:
+            WorkerError: the group died.
+        """
+        if self.error is not None:
+            raise self.error
+        done: asyncio.Future[Live] = asyncio.get_running_loop().create_future()
+        self._waiters.add(done)
+        done.add_done_callback(self._waiters.discard)
+        self._commands.put(_Look(done))
+        return await done
+
     async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
         """Stream a request's outputs. Closing the iterator early aborts the request.
 
@@ -182,8 +201,8 @@ class AsyncEngine:
         if self.error is not None:
             raise self.error
         done: asyncio.Future[SwitchRecord] = asyncio.get_running_loop().create_future()
-        self._switches.add(done)
-        done.add_done_callback(self._switches.discard)
+        self._waiters.add(done)
+        done.add_done_callback(self._waiters.discard)
         self._commands.put(_Switch(layout, method, rebalance, done))
         return await done
 
@@ -192,8 +211,8 @@ class AsyncEngine:
         if self.error is not None:
             raise self.error
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._switches.add(done)
-        done.add_done_callback(self._switches.discard)
+        self._waiters.add(done)
+        done.add_done_callback(self._waiters.discard)
         self._commands.put(_FollowPolicy(done))
         await done
 
@@ -217,8 +236,8 @@ class AsyncEngine:
         if self.error is not None:
             raise self.error
         done: asyncio.Future[SwitchRecord | None] = asyncio.get_running_loop().create_future()
-        self._switches.add(done)
-        done.add_done_callback(self._switches.discard)
+        self._waiters.add(done)
+        done.add_done_callback(self._waiters.discard)
         self._commands.put(_AbortSwitch(done))
         return await done
 
@@ -290,6 +309,9 @@ class AsyncEngine:
                 engine.switcher.abort()
                 self._loop.call_soon_threadsafe(_succeed, command.done, record)
                 continue
+            if isinstance(command, _Look):
+                self._loop.call_soon_threadsafe(_succeed, command.done, engine.live())
+                continue
             try:
                 engine.add_request(command.request)
             except SplashError as error:
@@ -313,8 +335,8 @@ class AsyncEngine:
     def _deliver_error(self, error: SplashError) -> None:
         for sink in self._sinks.values():
             sink.put_nowait(error)
-        for switch in list(self._switches):
-            _fail(switch, error)
+        for waiter in list(self._waiters):
+            _fail(waiter, error)
 
 
 def _expire(sink: asyncio.Queue[RequestOutput | SplashError], request: GenerationRequest) -> None:

@@ -6,21 +6,32 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from splash.core.capacity import activation_bytes, geometry_for_budget, other_weight_bytes
 from splash.core.decision import Decision
 from splash.core.errors import CapacityError, ConfigError, RequestError
 from splash.core.layout import Layout, check_layout, parse_layout
-from splash.core.memory import ArenaGeometry, slots_for
+from splash.core.memory import ArenaGeometry
 from splash.core.request import TokenLogprob
 from splash.core.spec import DTYPE_BYTES, kv_format
 from splash.engine.config import EngineConfig
 from splash.engine.executor import LocalGroup
+from splash.engine.history import History
 from splash.engine.loop import Loop
+from splash.engine.memory import memory_lines
 from splash.engine.metrics import EngineMetrics, RequestTimes
-from splash.engine.outputs import GenerationRequest, RequestOutput
+from splash.engine.outputs import GenerationRequest, Live, RequestOutput
+from splash.engine.picture import picture
 from splash.engine.restarts import Restarts
 from splash.engine.text import OutputText
 from splash.engine.tokenizer import Tokenizer
-from splash.model.config import ModelConfig, check_servable, load_model_config, resolve_model_path
+from splash.model.config import (
+    DEFAULT_MODEL,
+    ModelConfig,
+    check_servable,
+    parse_model_config,
+    read_model_config,
+    resolve_model_path,
+)
 from splash.platform import registry
 from splash.platform.base import Platform
 from splash.scheduler.config import SchedulerConfig
@@ -63,6 +74,7 @@ class _Live:
     number: int
     text: OutputText
     times: RequestTimes
+    token_s: float  # when its last token came, or itself before the first
     num_output: int = 0
     num_cached: int = 0
 
@@ -99,6 +111,7 @@ class Engine:
         loop: serves token ids by request number.
         scheduler, switcher: those of the loop.
         metrics: counts and times.
+        ready: what each rank said of itself when it was.
     """
 
     def __init__(self, config: EngineConfig, progress: Callable[[str], None] = lambda line: None) -> None:
@@ -116,9 +129,12 @@ class Engine:
             WorkerError: a rank failed to start.
         """
         started = time.monotonic()
-        self._model_path = resolve_model_path(config.model)
-        self.model_config: ModelConfig = load_model_config(config.model)
+        contents = read_model_config(config.model) if config.model_config is None else config.model_config
+        self.model_config: ModelConfig = parse_model_config(contents, config.model)
         check_servable(self.model_config)
+        self._model_path = resolve_model_path(config.model)
+        if config.load_format == "dummy" and not self._model_path.is_dir():
+            self._model_path = resolve_model_path(DEFAULT_MODEL)
         self.tokenizer = Tokenizer.load(self._model_path)
         self._platform: Platform = registry.require(config.hardware) if config.hardware else registry.detect()
         spec = self.model_config.spec
@@ -131,7 +147,7 @@ class Engine:
             f"model {config.model}: {spec.architecture}, {spec.num_layers} layers, {spec.num_heads} heads, "
             f"context {self.max_model_len}"
         )
-        geometry = self._geometry(config)
+        geometry = self._geometry_of(config)
         pool = PrefixCache.of_geometry(geometry, layout)
         progress(
             f"memory a rank: {geometry.arena_bytes * spec.num_layers / GIB:.2f} GiB of arenas, "
@@ -153,8 +169,8 @@ class Engine:
             config, Limits(geometry, config.max_num_seqs, config.max_batched_tokens, staging_bytes, step_bytes)
         )
         progress(f"starting {self.ranks} ranks")
-        group = LocalGroup(config, str(self._model_path), self._platform, self.ranks, geometry)
-        weights = group.start(self.max_model_len)
+        group = LocalGroup(config, str(self._model_path), contents, self._platform, self.ranks, geometry)
+        self.ready = group.start(self.max_model_len)
         self.loop = Loop(
             scheduler,
             group,
@@ -165,27 +181,39 @@ class Engine:
             restarts=Restarts(config.max_restarts, config.restart_window_s, progress),
         )
         self.scheduler, self.switcher = self.loop.scheduler, self.loop.switcher
-        progress(
-            f"weights loaded: {sum(weights) / GIB:.3f} GiB beside the arenas over {self.ranks} ranks; "
-            f"ready in {time.monotonic() - started:.1f} s"
-        )
         self.metrics = EngineMetrics()
         self.loop.on_step, self.switcher.on_end = self.metrics.step, self.metrics.switched
+        self._geometry = geometry
+        self._history = History(scheduler, self.switcher, time.monotonic())
+        for line in memory_lines(self.ready, geometry):
+            progress(line)
+        progress(f"ready in {time.monotonic() - started:.1f} s")
         self._seed = config.seed
         self._next_number = 0
         self._live: dict[int, _Live] = {}
         self._numbers: dict[str, int] = {}
         self._aborted: list[RequestOutput] = []
 
-    def _geometry(self, config: EngineConfig) -> ArenaGeometry:
-        spec = self.model_config.spec
+    def _geometry_of(self, config: EngineConfig) -> ArenaGeometry:
+        """The largest arenas that the memory allows."""
+        spec, ranks = self.model_config.spec, self.ranks
         kv, weight_bytes = kv_format(spec, config.dtype), DTYPE_BYTES[config.dtype]
-        budget = int(config.kv_cache_gib * GIB) // spec.num_layers
-        num_slots = slots_for(spec, kv, config.page_size, weight_bytes, budget)
+        if config.kv_cache_gib is not None:
+            what, budget = f"kv_cache_gib={config.kv_cache_gib}", int(config.kv_cache_gib * GIB)
+        else:
+            beside = sum(other_weight_bytes(spec, config.dtype, ranks).values()) + self._workspace_bytes(config)
+            what = f"mem_fraction={config.mem_fraction}"
+            budget = self._platform.arena_budget(ranks, beside, config.mem_fraction)
         try:
-            return ArenaGeometry(spec, kv, config.page_size, weight_bytes, self.ranks, num_slots)
+            return geometry_for_budget(spec, kv, config.page_size, weight_bytes, ranks, budget)
         except CapacityError as error:
-            raise CapacityError(f"kv_cache_gib={config.kv_cache_gib}: {error}") from None
+            raise CapacityError(f"{what}: {error}") from None
+
+    def _workspace_bytes(self, config: EngineConfig) -> int:
+        """Bytes a rank that a step needs beside weights and arenas, and the staging of a switch."""
+        rows, samples = config.max_batched_tokens, min(config.max_num_seqs, config.max_batched_tokens)
+        activations = activation_bytes(self.model_config.spec, config.dtype, rows, samples, self.ranks)
+        return activations + int(config.switch_staging_mib * MIB)
 
     def _policy(self, config: EngineConfig, limits: Limits) -> Policy:
         model = None
@@ -294,7 +322,7 @@ class Engine:
         text = OutputText(
             self.tokenizer, request.prompt, request.params.stop, request.params.min_tokens, request.visible
         )
-        self._live[number] = _Live(request, number, text, RequestTimes(request.arrived))
+        self._live[number] = _Live(request, number, text, RequestTimes(request.arrived), time.monotonic())
 
     def abort(self, request_id: str) -> None:
         """Stop a request; its last output says "abort". Unknown and finished requests are passed over."""
@@ -316,18 +344,30 @@ class Engine:
         Raises:
             WorkerError: the group died once too often; the engine can only be closed.
         """
+        num_steps = self.loop.num_steps
         progress = self.loop.step()
+        now_s = time.monotonic()
+        self._history.stepped(now_s, self.loop.num_steps > num_steps, self.layout)
         outputs, self._aborted = self._aborted, []
-        now = time.monotonic()
         for number in self.loop.begun:
             live = self._live.get(number)
             if live is not None:
-                self.metrics.start(live.times, len(live.request.prompt), now)
+                self.metrics.start(live.times, len(live.request.prompt), now_s)
         for item in progress:
             live = self._live.get(item.id)
             if live is not None:
-                outputs.append(self._advance(live, item, now))
+                self._note_token(live, now_s)
+                outputs.append(self._advance(live, item, now_s))
+        if not self.loop.has_work:
+            self._history.idle(now_s)
         return outputs
+
+    def _note_token(self, live: _Live, now_s: float) -> None:
+        waited_s, live.token_s = now_s - live.token_s, now_s
+        if live.num_output:
+            self._history.next_token(waited_s)
+        else:
+            self._history.first_token(waited_s, len(live.request.prompt))
 
     def _advance(self, live: _Live, item: Progress, now: float) -> RequestOutput:
         """Turn one new token into an output, ending the request where a stop string says so."""
@@ -371,6 +411,18 @@ class Engine:
             steps=self.loop.num_steps,
             prefix_queried_tokens=self.scheduler.num_queried,
             prefix_hit_tokens=self.scheduler.num_hit,
+        )
+
+    def live(self) -> Live:
+        """The last minutes, and what each rank holds now."""
+        names = {number: live.request.id for number, live in self._live.items()}
+        history = self._history
+        return Live(
+            now_s=round(time.monotonic(), 3),
+            picture=picture(self.scheduler, self._geometry, names),
+            samples=history.samples,
+            events=history.events,
+            step_times=history.step_times(),
         )
 
     def close(self) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from splash.core import errors
 from splash.core.errors import SplashError, WorkerError
 from splash.core.memory import ArenaGeometry
 from splash.engine.config import EngineConfig
 from splash.engine.messages import Channel, Failure, FromRank, Launch, Ready, Result, Run
+from splash.engine.progress import ProgressBoard
 from splash.platform.base import Platform
 
 START_TIMEOUT_S = 300.0
@@ -29,24 +33,41 @@ class LocalGroup:
     """
 
     def __init__(
-        self, config: EngineConfig, model_path: str, platform: Platform, ranks: int, geometry: ArenaGeometry
+        self,
+        config: EngineConfig,
+        model_path: str,
+        model_config: Mapping[str, Any],
+        platform: Platform,
+        ranks: int,
+        geometry: ArenaGeometry,
     ) -> None:
         self._timeout_s = config.step_timeout_s
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
         self._config = config
         self._model_path = model_path
+        self._model_config = json.dumps(dict(model_config))
         self._platform = platform
         self._ranks = ranks
         self._geometry = geometry
-        self._handle = platform.create_group(ranks, geometry.spec.num_layers, geometry)
         self._max_model_len = 0
+        self._open()
 
-    def start(self, max_model_len: int) -> list[int]:
+    def _open(self) -> None:
+        """Make what the ranks share, and no rank yet."""
+        self._poller = select.poll()
+        self._rank_of: dict[int, int] = {}
+        self._board_fd = ProgressBoard.create(self._ranks)
+        self._board = ProgressBoard(self._board_fd, self._ranks)
+        self._num_steps = 0
+        layers = self._geometry.spec.num_layers
+        self._handle = self._platform.create_group(self._ranks, layers, self._geometry, self._config.attention.backend)
+
+    def start(self, max_model_len: int) -> list[Ready]:
         """Start the ranks in the configuration's layout and wait until all are ready.
 
         Returns:
-            bytes of weights outside the arenas, by rank.
+            what each rank says of itself, by rank.
 
         Raises:
             SplashError: what a rank failed with, of the same class.
@@ -58,23 +79,21 @@ class LocalGroup:
         for process in self._processes:
             process.kill()
         self.close()
-        self._handle = self._platform.create_group(self._ranks, self._geometry.spec.num_layers, self._geometry)
+        self._open()
         self._start(layout)
 
-    def _start(self, layout: str) -> list[int]:
-        self._poller = select.poll()
-        self._rank_of: dict[int, int] = {}
+    def _start(self, layout: str) -> list[Ready]:
         try:
             for rank in range(self._ranks):
                 self._spawn(rank, layout)
-            ready: dict[int, int] = {}
+            ready: dict[int, Ready] = {}
             deadline = time.monotonic() + START_TIMEOUT_S
             while len(ready) < self._ranks:
                 message = self._next_message(
                     deadline, f"ranks that are not ready: {set(range(self._ranks)) - set(ready)}"
                 )
                 assert isinstance(message, Ready)
-                ready[message.rank] = message.weight_bytes
+                ready[message.rank] = message
         except BaseException:
             self.close()
             raise
@@ -86,7 +105,7 @@ class LocalGroup:
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-m", "splash.engine.worker", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(), *self._handle.fds),
+                pass_fds=(theirs.fileno(), self._board_fd, *self._handle.fds),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
@@ -104,11 +123,15 @@ class LocalGroup:
                 platform=self._platform.name,
                 group=dict(self._handle.info),
                 model=self._model_path,
+                model_config=self._model_config,
+                load_format=config.load_format,
                 dtype=config.dtype,
                 layout=layout,
                 page_size=config.page_size,
                 num_slots=self._geometry.num_slots,
                 max_model_len=self._max_model_len,
+                graph_rows=config.max_num_seqs if config.graphs else 0,
+                progress_fd=self._board_fd,
                 collective_timeout_s=self._timeout_s * COLLECTIVE_SHARE,
             )
         )
@@ -119,6 +142,7 @@ class LocalGroup:
         return [process.pid for process in self._processes]
 
     def submit(self, run: Run) -> None:
+        self._num_steps += 1
         frame = Channel.encode(run)
         for rank, channel in enumerate(self._channels):
             try:
@@ -127,19 +151,21 @@ class LocalGroup:
                 raise self._died(rank) from None
 
     def collect(self) -> Result:
-        message = self._next_message(time.monotonic() + self._timeout_s, "rank 0 has not answered")
+        message = self._next_message(time.monotonic() + self._timeout_s)
         assert isinstance(message, Result)
         return message
 
     def check(self) -> None:
         if self._poller.poll(0):
-            self._next_message(time.monotonic(), "")
+            self._next_message(time.monotonic())
             raise AssertionError("a rank spoke without being asked")
 
-    def _next_message(self, deadline: float, waiting_for: str) -> Ready | Result:
+    def _next_message(self, deadline: float, waiting_for: str = "") -> Ready | Result:
         events = self._poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
         if not events:
-            raise WorkerError(f"no progress within the timeout; {waiting_for}")
+            if waiting_for:
+                raise WorkerError(f"no progress within the timeout; {waiting_for}")
+            raise self._held_up()
         for fd, _ in events:
             rank = self._rank_of[fd]
             try:
@@ -151,6 +177,14 @@ class LocalGroup:
             assert isinstance(message, Ready | Result)
             return message
         raise AssertionError("unreachable")
+
+    def _held_up(self) -> WorkerError:
+        behind = self._board.behind(self._num_steps)
+        who = ", ".join(f"rank {rank}" for rank in behind)
+        return WorkerError(
+            f"no progress within {self._timeout_s:g} s: step {self._num_steps} is held up by {who}",
+            behind[0] if len(behind) == 1 else None,
+        )
 
     def _died(self, rank: int) -> WorkerError:
         try:
@@ -173,6 +207,9 @@ class LocalGroup:
         self._channels.clear()
         self._processes.clear()
         self._handle.close()
+        if self._board_fd >= 0:
+            os.close(self._board_fd)
+            self._board_fd = -1
 
 
 def _revive(failure: Failure) -> SplashError:

@@ -13,18 +13,25 @@ from splash.switch.orders import CopyAhead, SwitchOrder, SwitchOutcome
 
 
 class Launch(msgspec.Struct, frozen=True, tag=True):
-    """First message to a rank: what to become."""
+    """First message to a rank: what to become. `model_config` is the contents of config.json, as JSON.
+
+    `progress_fd` is the group's `ProgressBoard`.
+    """
 
     rank: int
     ranks: int
     platform: str
     group: dict[str, int | str | list[int]]
     model: str
+    model_config: str
+    load_format: str
     dtype: str
     layout: str
     page_size: int
     num_slots: int
     max_model_len: int
+    graph_rows: int
+    progress_fd: int
     collective_timeout_s: float
 
 
@@ -37,10 +44,18 @@ class Run(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """A rank has joined its group and loaded its weights. Bytes it allocated for weights outside the arenas."""
+    """A rank has joined its group, loaded its weights and recorded its graphs.
+
+    Bytes of weights outside the arenas and of graphs; all that the rank holds, arenas apart; and what is used on its
+    device, by whomever. Zero where there is nothing to say.
+    """
 
     rank: int
     weight_bytes: int
+    graph_bytes: int = 0
+    graph_seconds: float = 0.0
+    held_bytes: int = 0
+    device_used_bytes: int = 0
 
 
 class Result(msgspec.Struct, frozen=True, tag=True):

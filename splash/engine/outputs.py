@@ -5,7 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+import msgspec
+
 from splash.core.request import SamplingParams, TokenLogprob
+from splash.engine.history import Sample, StepTime, SwitchEvent
+from splash.engine.picture import Picture
 
 
 @dataclass(frozen=True)
@@ -63,3 +67,20 @@ class RequestOutput:
     num_output_tokens: int
     num_cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class Live(msgspec.Struct, frozen=True, kw_only=True):
+    """What somebody who watches an engine sees.
+
+    Attributes:
+        now_s: the time on the engine's clock, in seconds from any origin.
+        picture: what each rank holds now.
+        samples, events: the last minutes of work and the last switches, oldest first.
+        step_times: by layout that steps have run in.
+    """
+
+    now_s: float
+    picture: Picture
+    samples: list[Sample]
+    events: list[SwitchEvent]
+    step_times: dict[str, StepTime]

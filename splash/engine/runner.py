@@ -6,33 +6,40 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from splash.core.errors import SwitchError
-from splash.core.layout import check_layout, parse_layout
+from splash.core.layout import Layout, check_layout, parse_layout
 from splash.core.memory import ArenaGeometry
+from splash.core.ownership import page_holders
 from splash.core.request import TokenLogprob
-from splash.core.step import StepOutput, StepPlan
+from splash.core.step import NO_SLOT, Query, StepOutput, StepPlan
 from splash.engine.grammar import Grammars
+from splash.engine.graphs import DecodeGraphs
 from splash.engine.sampler import Sampler
+from splash.layouts.inputs import EagerInputs
 from splash.layouts.rows import step_rows
 from splash.layouts.tables import PageTables
 from splash.model.checkpoint import Checkpoint, torch_dtype
+from splash.model.dummy import DummyCheckpoint
 from splash.model.loader import Loader
 from splash.model.rope import RotaryTable
 from splash.model.transformer import Transformer
-from splash.platform.base import Rank
+from splash.platform.base import Completion, Rank
 from splash.switch.orders import CopyAhead, SwitchOrder, SwitchOutcome
 from splash.switch.transfer import Handoff, LayerCopies, copy_head_group
 
 if TYPE_CHECKING:
     from splash.engine.tokenizer import Tokenizer
 
+WARM_UP_ROWS = 1024  # most rows of a step before the first
+
 
 class ModelRunner:
     """The model, the page tables and, on rank 0, the sampler of one rank.
 
-    `weight_bytes` are the bytes of weights outside the arenas.
+    `weight_bytes` are the bytes of weights outside the arenas, `graph_bytes` those that recorded steps hold.
     """
 
     def __init__(
@@ -44,8 +51,21 @@ class ModelRunner:
         dtype: str,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
+        load_format: str = "safetensors",
+        graph_rows: int = 0,
     ) -> None:
-        """Load the weights that this rank holds in `layout`.
+        """Load the weights that this rank holds in `layout`, and record decode steps.
+
+        Args:
+            model: directory of the checkpoint.
+            geometry: of the arenas.
+            group: the rank's device.
+            layout: to begin in.
+            dtype: of weights, activations and cache.
+            max_model_len: most positions of a request.
+            eos_token_ids: tokens that end generation.
+            load_format: "safetensors", or "dummy" for random weights.
+            graph_rows: decode steps of up to so many rows are recorded, where the platform can; 0 for none.
 
         Raises:
             CheckpointError: the checkpoint cannot be read.
@@ -53,17 +73,32 @@ class ModelRunner:
         """
         spec, chosen = geometry.spec, parse_layout(layout)
         check_layout(chosen, spec.num_heads, group.size)
-        with Checkpoint(model) as checkpoint:
-            weights = Loader(checkpoint, geometry, group, torch_dtype(dtype)).load(chosen)
+        if load_format == "dummy":
+            source = DummyCheckpoint(group.device, torch_dtype(dtype))
+            weights = Loader(source, geometry, group, torch_dtype(dtype)).load(chosen)
+        else:
+            with Checkpoint(model) as checkpoint:
+                weights = Loader(checkpoint, geometry, group, torch_dtype(dtype)).load(chosen)
         self.weight_bytes = weights.num_bytes()
         rotary = RotaryTable(spec.rope, spec.qk_rope_head_dim, max_model_len, group.device)
         self._transformer = Transformer(spec, weights, rotary, group)
+        self._inputs = EagerInputs(group.device)
         self._group = group
         self._geometry = geometry
         self._failed_ahead: int | None = None  # the last switch that this rank failed to copy ahead of
+        self._copying: tuple[int, Completion] | None = None  # the switch copied ahead of, and the copies begun last
         self._tables = PageTables(group.size)
         grammars = Grammars(lambda: _tokenizer(model), spec.vocab_size, eos_token_ids)
         self._sampler = Sampler(eos_token_ids, grammars) if group.rank == 0 else None
+        self._graphs: DecodeGraphs | None = None
+        self._warm_up(chosen, max_model_len)
+        before = self._held_bytes()
+        if group.graphs is not None and graph_rows:
+            self._graphs = DecodeGraphs(
+                group.graphs, self._transformer, group, geometry, torch_dtype(dtype), graph_rows
+            )
+            self._graphs.capture()
+        self.graph_bytes = self._held_bytes() - before
 
     def logits(self, plan: StepPlan) -> torch.Tensor | None:
         """The forward of `plan`: logits float32 [samples, vocabulary] on rank 0, None elsewhere or with no samples."""
@@ -75,7 +110,41 @@ class ModelRunner:
             return None
         layout = parse_layout(plan.layout)
         rows = step_rows(plan, layout, self._group.rank, self._group.size, self._geometry.page_size, tables)
-        return self._transformer.forward(rows, arrive)
+        if self._graphs is not None and arrive is None:
+            ran, logits = self._graphs.forward(rows)
+            if ran:
+                return logits
+        return self._transformer.forward(self._transformer.prepare(rows, self._inputs), arrive)
+
+    def _warm_up(self, layout: Layout, max_model_len: int) -> None:
+        """Run a few rows, and as many as attend in the expanded form, on pages that nobody has yet.
+
+        So kernels are compiled, libraries loaded and workspaces made before a request waits for them.
+        """
+        geometry, size = self._geometry, self._group.size
+        room = [geometry.page_slots(layout, rank) for rank in range(size)]
+        longest = min(geometry.spec.expanded_rows, max_model_len, WARM_UP_ROWS)
+        longest = min(longest, min(map(len, room)) * geometry.page_size)
+        for num_rows in sorted({min(few, longest) for few in (1, 2, longest)} - {0}):
+            numbers = np.arange(-(-num_rows // geometry.page_size))
+            held = page_holders(numbers, np.zeros_like(numbers), layout, size)
+            slots = np.where(held, np.stack([own[: len(numbers)] for own in room], axis=1), NO_SLOT)
+            pages = tuple(map(tuple, slots.tolist()))
+            query = Query(0, 0, (0,) * num_rows, 0, True, pages)
+            self._forward(StepPlan(0, 0, layout.name, (query,)), PageTables(size), None)
+
+    def _held_bytes(self) -> int:
+        return 0 if self._group.memory is None else self._group.memory().held_bytes
+
+    @property
+    def graph_steps(self) -> int:
+        """How many steps have been replayed."""
+        return 0 if self._graphs is None else self._graphs.num_replayed
+
+    @property
+    def graph_seconds(self) -> float:
+        """How long it took to record decode steps."""
+        return 0.0 if self._graphs is None else self._graphs.seconds
 
     def run(self, plan: StepPlan, order: SwitchOrder | None = None) -> tuple[StepOutput | None, SwitchOutcome | None]:
         """Carry out `plan`, and commit the switch that comes with it.
@@ -112,15 +181,34 @@ class ModelRunner:
         return logits, SwitchOutcome("", None, True, tuple(kv_bytes), tuple(weight_bytes), exposed_s)
 
     def copy_ahead(self, order: CopyAhead) -> None:
-        """Copy what a coming switch will find in place. A failure is told at its commit, which then fails."""
-        try:
+        """Copy what a coming switch will find in place. A failure is told at its commit, which then fails.
+
+        Where copies are queued they run beside the step that follows.
+        """
+
+        def work() -> None:
             copies = LayerCopies(order.rank_copies(self._group.rank), self._geometry, self._group)
             for layer in range(self._geometry.spec.num_layers):
                 copies.read(layer)
             for head_group, peer, layer in order.weights[self._group.rank]:
                 copy_head_group(head_group, peer, layer, self._geometry, self._group)
+
+        try:
+            if self._group.copies.is_queued:
+                self._copying = order.switch, self._group.copies.begin(work)
+            else:
+                work()
         except Exception:
             self._failed_ahead = order.switch
+
+    def settle_copies(self, ahead: CopyAhead | None) -> None:
+        """Before a step: let it see what is still being copied, unless the step comes with more for the same switch.
+
+        While that switch goes on its slots are nobody else's. After that the step may write to them.
+        """
+        if self._copying is not None and (ahead is None or ahead.switch != self._copying[0]):
+            self._copying[1].wait()
+            self._copying = None
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor | None) -> StepOutput | None:
         if self._sampler is None:

@@ -27,7 +27,7 @@ from splash.core.spec import ModelSpec
 from splash.core.step import StepPlan
 from splash.engine.loop import Loop
 from splash.engine.recorder import Recorder, TimelineRow
-from splash.engine.virtual import SimulatedExecutor, VirtualClock
+from splash.engine.virtual import END_TOKEN, TOKEN, SimulatedExecutor, VirtualClock
 from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.cost_model import CostModel
 from splash.scheduler.decode_run import DecodeRun
@@ -64,6 +64,8 @@ class SimulationConfig:
         kv_cache_gib: memory a rank for arenas in GiB, in the place of that.
         switch_copy_mib: most that a rank copies ahead of a switch after one step, in MiB. None takes what fits in the
             time of the last step at the hardware's `trickle` share of its rate, so that copies never hold up a step.
+        max_output_len: what every request gives as the most tokens that it may generate, so that nothing but serving it
+            tells how many it will be. None lets each give just as many as it generates.
         graph_rows, cheapest_forms: see `CostModel`.
 
     Raises:
@@ -86,6 +88,7 @@ class SimulationConfig:
     kv_cache_gib: float | None = None
     switch_staging_mib: float = 256.0
     switch_copy_mib: float | None = None
+    max_output_len: int | None = None
     graph_rows: int = 512
     cheapest_forms: bool = True
 
@@ -105,6 +108,7 @@ class SimulationConfig:
             ("kv_cache_gib", self.kv_cache_gib is None or self.kv_cache_gib > 0, "above 0"),
             ("switch_staging_mib", self.switch_staging_mib >= 0, "at least 0"),
             ("switch_copy_mib", self.switch_copy_mib is None or self.switch_copy_mib > 0, "above 0"),
+            ("max_output_len", self.max_output_len is None or self.max_output_len >= 1, "at least 1"),
         ):
             if not ok:
                 raise ConfigError(name, f"must be {accepted}, not {getattr(self, name)!r}")
@@ -180,7 +184,8 @@ def simulate(
 
     Args:
         config: what serves them.
-        requests: the workload. Each generates exactly its `output_len`, or what the model's length allows.
+        requests: the workload. Each generates exactly its `output_len`, or what `max_output_len` and the model's length
+            allow.
         max_seconds: end at the first step boundary from this time on; None serves everything.
         progress: told now and then how many requests have finished, and the time.
 
@@ -234,6 +239,7 @@ class Simulation:
         self._requests = requests
         self._every_step = every_step
         self._max_model_len = config.max_model_len or config.spec.max_position_embeddings
+        self._max_output_len = config.max_output_len
         self._copy_bytes = None if config.switch_copy_mib is None else int(config.switch_copy_mib * MIB)
         self._feed = Feed(requests)
         self._keys = _PageKeys(requests, config.page_size) if config.prefix_cache else None
@@ -246,13 +252,14 @@ class Simulation:
                 max_batched_tokens=config.max_batched_tokens,
                 max_model_len=self._max_model_len,
                 page_size=config.page_size,
-                eos_token_ids=frozenset(),
+                eos_token_ids=frozenset({END_TOKEN}),
                 prefix_cache=config.prefix_cache,
             ),
             PrefixCache.of_geometry(geometry, parse_layout(config.layout)),
         )
         self.recorder = Recorder(len(requests), scheduler)
-        self._executor = SimulatedExecutor(model, geometry, self.clock, self._submitted)
+        self._total_tokens: list[int] = (requests.input_len + requests.output_len).tolist()
+        self._executor = SimulatedExecutor(model, geometry, self.clock, self._total_tokens, self._submitted)
         staging_bytes = int(config.switch_staging_mib * MIB)
         # Where the hardware sets the pace of copying ahead, the cost of a switch has it, and nothing else bounds it.
         copy_bytes = BOUNDLESS if self._copy_bytes is None else self._copy_bytes
@@ -291,7 +298,7 @@ class Simulation:
     def _decode(self, until_s: float) -> None:
         """Take the steps that end before anything but decoding happens, and that begin before `until_s`."""
         clock, recorder, feed = self.clock, self.recorder, self._feed
-        layout, run = self.loop.switcher.layout, DecodeRun(self.loop.scheduler, token=0)
+        layout, run = self.loop.switcher.layout, DecodeRun(self.loop.scheduler, TOKEN, self._total_tokens)
         while run.left and clock.now < until_s and run.grow():
             load, somebody_comes = run.load, feed.next_time() <= clock.now
             seconds = self._executor.seconds(layout, load)
@@ -315,12 +322,12 @@ class Simulation:
 
     def _arrive(self, index: int, due_s: float) -> None:
         requests, recorder = self._requests, self.recorder
-        length, output = int(requests.input_len[index]), int(requests.output_len[index])
+        length, output = int(requests.input_len[index]), self._max_output_len or int(requests.output_len[index])
         recorder.arrival_s[index] = due_s
         priority = int(requests.priority[index])
         params = self._params.get(output)
         if params is None:
-            params = self._params[output] = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+            params = self._params[output] = SamplingParams(max_tokens=output, temperature=0.0)
         keys = [] if self._keys is None else self._keys.take(index)
         try:
             self.loop.add(index, self._prompt[:length], params, seed=0, priority=priority, keys=keys)
@@ -336,8 +343,10 @@ class Simulation:
         """What there is so far."""
         recorder, requests = self.recorder, self._requests
         done = ~np.isnan(recorder.finish_s)
-        room = np.maximum(0, self._max_model_len - requests.input_len)
-        num_output = np.where(done, np.minimum(requests.output_len, room), 0)
+        allowed = np.maximum(0, self._max_model_len - requests.input_len)
+        if self._max_output_len is not None:
+            allowed = np.minimum(allowed, self._max_output_len)
+        num_output = np.where(done, np.minimum(requests.output_len, allowed), 0)
         for request in self.loop.scheduler.requests:
             num_output[request.id] = len(request.tokens) - request.num_prompt
         return SimulationResult(

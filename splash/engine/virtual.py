@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from splash.scheduler.load import StepLoad
 from splash.scheduler.stages import MICRO
 from splash.switch.manifest import RankCopies, rank_copies
 from splash.switch.orders import CopyAhead, SwitchOrder, SwitchOutcome
+
+TOKEN, END_TOKEN = 0, 1  # what is generated, and what ends an output
 
 
 class VirtualClock:
@@ -32,7 +34,7 @@ class VirtualClock:
 
 
 class SimulatedExecutor:
-    """Carries out steps in the time that a cost model predicts. Every token is 0.
+    """Carries out steps in the time that a cost model predicts. Every token is `TOKEN`, and the last one `END_TOKEN`.
 
     - A step takes `CostModel.step` of its queries in its layout.
     - A step that copies ahead takes `trickle_slowdown` times as long, or as long as its copies take at the share
@@ -44,6 +46,7 @@ class SimulatedExecutor:
         model: predicts the steps.
         geometry: of the arenas.
         clock: moved on to the end of a step when it is collected.
+        total_tokens: by request, tokens of its prompt and its whole output.
         submitted: told of each plan when it begins, of its load, and of the seconds that it will take.
 
     Attributes:
@@ -56,11 +59,13 @@ class SimulatedExecutor:
         model: CostModel,
         geometry: ArenaGeometry,
         clock: VirtualClock,
+        total_tokens: Sequence[int],
         submitted: Callable[[StepPlan, StepLoad, float], None],
     ) -> None:
         self._model = model
         self._geometry = geometry
         self._clock = clock
+        self._total_tokens = total_tokens
         self._submitted = submitted
         self._in_flight: tuple[float, Result] | None = None
         self.copy_bytes = 0
@@ -78,8 +83,13 @@ class SimulatedExecutor:
         elif run.switch is not None:
             outcome = self._switch(run.switch, layout, seconds)
             seconds += outcome.exposed_s
-        sampled = tuple([query.request for query in plan.queries if query.sample])
-        output = StepOutput(plan.step, plan.epoch, sampled, (0,) * len(sampled), (None,) * len(sampled))
+        total = self._total_tokens
+        sampled = [query for query in plan.queries if query.sample]
+        tokens = [
+            END_TOKEN if query.start + len(query.tokens) + 1 == total[query.request] else TOKEN for query in sampled
+        ]
+        requests = tuple([query.request for query in sampled])
+        output = StepOutput(plan.step, plan.epoch, requests, tuple(tokens), (None,) * len(tokens))
         self._in_flight = self._clock.now + seconds, Result(output, outcome)
         self._submitted(plan, load, seconds)
 

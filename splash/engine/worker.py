@@ -6,6 +6,7 @@ It obeys plans from its socket until the socket closes, which is also how it lea
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -47,12 +48,13 @@ def _run(channel: Channel, launch: Launch) -> None:
 
     from splash.core.memory import ArenaGeometry
     from splash.core.spec import DTYPE_BYTES, kv_format
+    from splash.engine.progress import ProgressBoard
     from splash.engine.runner import ModelRunner
-    from splash.model.config import load_model_config
+    from splash.model.config import parse_model_config
     from splash.platform.registry import get_platform
 
     torch.set_grad_enabled(False)
-    config = load_model_config(launch.model)
+    config = parse_model_config(json.loads(launch.model_config), launch.model)
     geometry = ArenaGeometry(
         spec=config.spec,
         kv=kv_format(config.spec, launch.dtype),
@@ -64,20 +66,42 @@ def _run(channel: Channel, launch: Launch) -> None:
     group = get_platform(launch.platform).join(launch.group, launch.rank, launch.collective_timeout_s)
     try:
         runner = ModelRunner(
-            launch.model, geometry, group, launch.layout, launch.dtype, launch.max_model_len, config.eos_token_ids
+            launch.model,
+            geometry,
+            group,
+            launch.layout,
+            launch.dtype,
+            launch.max_model_len,
+            config.eos_token_ids,
+            launch.load_format,
+            launch.graph_rows,
         )
-        channel.send(Ready(launch.rank, runner.weight_bytes))
+        memory = None if group.memory is None else group.memory()
+        channel.send(
+            Ready(
+                launch.rank,
+                runner.weight_bytes,
+                runner.graph_bytes,
+                runner.graph_seconds,
+                0 if memory is None else memory.held_bytes,
+                0 if memory is None else memory.device_used_bytes,
+            )
+        )
+        board = ProgressBoard(launch.progress_fd, launch.ranks)
         while True:
             message = channel.receive()
             assert isinstance(message, Run)
+            board.receive(launch.rank)
+            runner.settle_copies(message.ahead)
             output, switch = runner.run(message.plan, message.switch)
+            board.finish(launch.rank)
             if launch.rank == 0:
                 channel.send(Result(output, switch))
                 runner.prepare()
             if message.ahead is not None:
                 runner.copy_ahead(message.ahead)
     finally:
-        group.comm.close()
+        group.close()
 
 
 def main() -> None:

@@ -24,10 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from splash.core.layout import KV, Layout, Projections
+from splash.core.layout import KV, Projections
+from splash.core.spec import ModelSpec
 from splash.core.step import NO_SLOT
+from splash.layouts.inputs import StepInputs
 from splash.layouts.project import Heads
-from splash.layouts.rows import StepRows
+from splash.layouts.rows import NO_QUERY, QueryPages, StepRows, run_edges
 from splash.platform.base import AttentionBatch, Rank
 
 
@@ -74,12 +76,20 @@ class Rotary:
 
 
 class Exchange(ABC):
-    """Stores the step's keys and attends, leaving this rank's projected heads of its rows."""
+    """Stores the step's keys and attends, leaving this rank's projected heads of its rows.
 
-    def __init__(self, rows: StepRows, rotary_N: Rotary, group: Rank) -> None:
+    Made by the host, which uploads what the device needs; `start` and `run` only queue work on the device.
+    """
+
+    rotary: Rotary
+
+    def __init__(self, rows: StepRows, group: Rank) -> None:
         self.rows = rows
         self.group = group
-        self.rotary = rotary_N[rows.local]
+
+    def start(self, rotary_N: Rotary) -> None:
+        """Begin a step, whose rows are rotated like this."""
+        self.rotary = rotary_N[self.rows.local]
 
     @abstractmethod
     def run(self, inputs: AttentionInputs) -> Tensor:
@@ -89,49 +99,31 @@ class Exchange(ABC):
 class Store:
     """Which of some rows this rank caches, and where."""
 
-    def __init__(self, rows: StepRows, selection: slice | np.ndarray, group: Rank) -> None:
+    def __init__(self, rows: StepRows, selection: slice | np.ndarray, group: Rank, step: StepInputs) -> None:
         slots_n = rows.slots(selection)
-        held_n = slots_n != NO_SLOT
         flat_n = slots_n * rows.page_size + rows.positions_N[selection] % rows.page_size
         self._kernels = group.kernels
-        self._all = bool(held_n.all())
-        self._empty = not held_n.any()
-        self._index = torch.from_numpy(flat_n[held_n]).to(group.device)
-        self._rows = torch.from_numpy(np.flatnonzero(held_n)).to(group.device)
+        self._index = step.upload(np.where(slots_n == NO_SLOT, NO_SLOT, flat_n))
 
     def __call__(self, pages_SPK: Tensor, latent_nK: Tensor) -> None:
-        if not self._empty:
-            self._kernels.store(pages_SPK, self._index, latent_nK if self._all else latent_nK[self._rows])
+        self._kernels.store(pages_SPK, self._index, latent_nK)
 
 
-def attention_batch(rows: StepRows, selection: slice | np.ndarray) -> AttentionBatch:
-    """The batch in which `selection`, rows of this rank in global order, attends to the pages that this rank holds."""
-    pages_of = [_held_pages(rows, query) for query in range(len(rows.queries))]
-    return _batch(rows, selection, pages_of)
-
-
-def _held_pages(rows: StepRows, query: int) -> tuple[np.ndarray, np.ndarray]:
-    """(slots, page numbers) of the pages of a query's request that this rank holds."""
-    slots = rows.tables[query].slots_cT[:, rows.rank]
-    numbers = np.flatnonzero(slots != NO_SLOT)
-    return slots[numbers].astype(np.int64), numbers
-
-
-def _batch(
-    rows: StepRows, selection: slice | np.ndarray, pages_of: Sequence[tuple[np.ndarray, np.ndarray]]
+def attention_batch(
+    rows: StepRows, selection: slice | np.ndarray, pages: QueryPages, step: StepInputs, num_heads: int
 ) -> AttentionBatch:
-    query_n = rows.query_N[selection]
-    present, counts = np.unique(query_n, return_counts=True)
-    # Rows of a rank are sorted by query already, within singles and within chunks.
-    pages = [pages_of[query] for query in present]
-    none = np.empty(0, dtype=np.int64)
-    return AttentionBatch(
+    """The batch in which `selection`, rows of this rank in global order, attends to `pages` of each query."""
+    edges = run_edges(rows.query_N[selection])
+    seen = pages.of(rows.query_N[selection][edges[:-1]])
+    batch = AttentionBatch(
         row_positions=rows.positions_N[selection],
-        row_starts=np.r_[0, np.cumsum(counts)].astype(np.int64),
-        slots=np.concatenate([slots for slots, _ in pages]) if pages else none,
-        numbers=np.concatenate([numbers for _, numbers in pages]) if pages else none,
-        page_starts=np.r_[0, np.cumsum([len(slots) for slots, _ in pages])].astype(np.int64),
+        row_starts=edges,
+        slots=seen.slots,
+        numbers=seen.numbers,
+        page_starts=seen.starts,
     )
+    step.attends(batch, num_heads)
+    return batch
 
 
 class LocalAttention:
@@ -139,27 +131,31 @@ class LocalAttention:
 
     Args:
         selection: the rows, in global order.
-        pages_of: (slots, page numbers) of each query's pages, in the cache that `run` is given.
-        expanded_rows: chunks of so many rows attend in the expanded form.
+        pages: of each query, in the cache that `run` is given.
+        spec: chunks of `spec.expanded_rows` rows attend in the expanded form.
+        num_heads: heads that attend.
     """
 
     def __init__(
         self,
         rows: StepRows,
         selection: slice,
-        pages_of: Sequence[tuple[np.ndarray, np.ndarray]],
-        expanded_rows: int,
+        pages: QueryPages,
+        spec: ModelSpec,
+        num_heads: int,
         group: Rank,
+        step: StepInputs,
     ) -> None:
         query_n = rows.query_N[selection]
-        is_long_n = np.bincount(query_n, minlength=len(rows.queries))[query_n] >= expanded_rows
+        lengths = np.diff(run_edges(query_n))
+        is_long_n = np.repeat(lengths >= spec.expanded_rows, lengths) & (query_n != NO_QUERY)
         self._group = group
         self._parts = []
         for is_expanded in (False, True):
             chosen = np.flatnonzero(is_long_n == is_expanded)
             if len(chosen):
-                batch = _batch(rows, chosen + selection.start, pages_of)
-                index = None if len(chosen) == len(query_n) else torch.from_numpy(chosen).to(group.device)
+                batch = attention_batch(rows, chosen + selection.start, pages, step, num_heads)
+                index = None if len(chosen) == len(query_n) else step.upload(chosen)
                 self._parts.append((is_expanded, index, batch))
 
     def run(self, inputs: AttentionInputs, q_nhd: Tensor, pages_SPK: Tensor) -> Tensor:
@@ -185,11 +181,12 @@ class LocalAttention:
 class LocalExchange(Exchange):
     """Rows, the heads projected for them and their pages are on this rank already."""
 
-    def __init__(self, rows: StepRows, rotary_N: Rotary, group: Rank, expanded_rows: int) -> None:
-        super().__init__(rows, rotary_N, group)
-        self._store = Store(rows, rows.local, group)
-        pages_of = [_held_pages(rows, query) for query in range(len(rows.queries))]
-        self._attention = LocalAttention(rows, rows.local, pages_of, expanded_rows, group)
+    def __init__(self, rows: StepRows, spec: ModelSpec, group: Rank, step: StepInputs) -> None:
+        super().__init__(rows, group)
+        self._store = Store(rows, rows.local, group, step)
+        sharded = rows.layout.projections is Projections.SHARDED
+        num_heads = spec.num_heads // group.size if sharded else spec.num_heads
+        self._attention = LocalAttention(rows, rows.local, rows.held_pages, spec, num_heads, group, step)
 
     def run(self, inputs: AttentionInputs) -> Tensor:
         self._store(inputs.pages_SPK, inputs.latent_nK)
@@ -202,10 +199,10 @@ class OwnerExchange(Exchange):
     Heads of rank t arrive as block t, so all heads are in order once the blocks lie side by side.
     """
 
-    def __init__(self, rows: StepRows, rotary_N: Rotary, group: Rank) -> None:
-        super().__init__(rows, rotary_N, group)
-        self._store = Store(rows, rows.local, group)
-        self._batch = attention_batch(rows, rows.own)
+    def __init__(self, rows: StepRows, spec: ModelSpec, group: Rank, step: StepInputs) -> None:
+        super().__init__(rows, group)
+        self._store = Store(rows, rows.local, group, step)
+        self._batch = attention_batch(rows, rows.own, rows.held_pages, step, spec.num_heads)
         self._by_owner = rows.counts_T
         self._own = [rows.counts_T[rows.rank]] * rows.ranks
 
@@ -222,10 +219,10 @@ class OwnerExchange(Exchange):
 class HeadExchange(Exchange):
     """Heads and pages are both sharded: every rank attends with all heads to its own pages, then parts are merged."""
 
-    def __init__(self, rows: StepRows, rotary_N: Rotary, group: Rank) -> None:
-        super().__init__(rows, rotary_N, group)
-        self._store = Store(rows, rows.local, group)
-        self._batch = attention_batch(rows, rows.local)
+    def __init__(self, rows: StepRows, spec: ModelSpec, group: Rank, step: StepInputs) -> None:
+        super().__init__(rows, group)
+        self._store = Store(rows, rows.local, group, step)
+        self._batch = attention_batch(rows, rows.local, rows.held_pages, step, spec.num_heads)
 
     def run(self, inputs: AttentionInputs) -> Tensor:
         self._store(inputs.pages_SPK, inputs.latent_nK)
@@ -244,8 +241,8 @@ class PositionExchange(Exchange):
     are merged. Rows of chunks stay: the history that they attend to is gathered, in rank order, into a workspace.
     """
 
-    def __init__(self, rows: StepRows, rotary_N: Rotary, group: Rank, expanded_rows: int) -> None:
-        super().__init__(rows, rotary_N, group)
+    def __init__(self, rows: StepRows, spec: ModelSpec, group: Rank, step: StepInputs) -> None:
+        super().__init__(rows, group)
         own = rows.own
         home_N = np.repeat(np.arange(rows.ranks), rows.counts_T)
         singles = np.flatnonzero(~rows.is_chunk_N)
@@ -254,16 +251,20 @@ class PositionExchange(Exchange):
         chunk = slice(own.start, own.start + self._num_chunk)
         self._has_singles = len(singles) > 0
         if self._has_singles:
-            index = torch.from_numpy(singles)
-            self._single_rotary = Rotary(rotary_N.cos[index], rotary_N.sin[index])
-            self._single_store = Store(rows, singles, group)
-            self._single_batch = attention_batch(rows, singles)
+            self._single_index = step.upload(singles)
+            self._single_store = Store(rows, singles, group, step)
+            self._single_batch = attention_batch(rows, singles, rows.held_pages, step, spec.num_heads)
         self._has_chunks = len(singles) < len(home_N)
         if self._has_chunks:
-            self._chunk_store = Store(rows, chunk, group)
-            self._plan_history(rows, chunk, group, expanded_rows)
+            self._chunk_store = Store(rows, chunk, group, step)
+            self._plan_history(rows, chunk, spec, group, step)
 
-    def _plan_history(self, rows: StepRows, chunk: slice, group: Rank, expanded_rows: int) -> None:
+    def start(self, rotary_N: Rotary) -> None:
+        super().start(rotary_N)
+        if self._has_singles:
+            self._single_rotary = Rotary(rotary_N.cos[self._single_index], rotary_N.sin[self._single_index])
+
+    def _plan_history(self, rows: StepRows, chunk: slice, spec: ModelSpec, group: Rank, step: StepInputs) -> None:
         holders, owned = [], []
         chunk_queries = [query for query in range(len(rows.queries)) if len(rows.queries[query].tokens) > 1]
         for query in chunk_queries:
@@ -277,13 +278,13 @@ class PositionExchange(Exchange):
         order = np.argsort(holder_all, kind="stable")
         place = np.empty(len(order), dtype=np.int64)
         place[order] = np.arange(len(order))
-        pages_of: list[tuple[np.ndarray, np.ndarray]] = [(place[:0], place[:0])] * len(rows.queries)
-        start = 0
-        for query, holder_c in zip(chunk_queries, holders, strict=True):
-            pages_of[query] = (place[start : start + len(holder_c)], np.arange(len(holder_c)))
-            start += len(holder_c)
-        self._owned_slots = torch.from_numpy(np.concatenate(owned).astype(np.int64)).to(group.device)
-        self._chunk_attention = LocalAttention(rows, chunk, pages_of, expanded_rows, group)
+        # Chunks alone have pages there.
+        lengths = np.zeros(len(rows.queries) + 1, dtype=np.int64)
+        lengths[np.array(chunk_queries) + 1] = [len(holder_c) for holder_c in holders]
+        numbers = np.concatenate([np.arange(len(holder_c)) for holder_c in holders])
+        pages = QueryPages(place, numbers, np.cumsum(lengths))
+        self._owned_slots = step.upload(np.concatenate(owned).astype(np.int64))
+        self._chunk_attention = LocalAttention(rows, chunk, pages, spec, spec.num_heads, group, step)
 
     def run(self, inputs: AttentionInputs) -> Tensor:
         n = self._num_chunk
@@ -327,16 +328,12 @@ def merge_parts(out_aC: Tensor, lse_a: Tensor, counts: Sequence[int], group: Ran
     return group.comm.reduce_scatter(weighted.contiguous(), counts)
 
 
-def make_exchange(layout: Layout, rows: StepRows, rotary_N: Rotary, group: Rank, expanded_rows: int) -> Exchange:
-    """The exchange that a layout's placements call for.
-
-    `expanded_rows` is the length from which a chunk attends in the expanded form where it can.
-    """
+def make_exchange(rows: StepRows, spec: ModelSpec, group: Rank, step: StepInputs) -> Exchange:
+    """The exchange that the placements of the rows' layout call for."""
+    layout = rows.layout
     sharded = layout.projections is Projections.SHARDED
     if layout.kv is KV.POSITION:
-        if sharded:
-            return HeadExchange(rows, rotary_N, group)
-        return PositionExchange(rows, rotary_N, group, expanded_rows)
+        return (HeadExchange if sharded else PositionExchange)(rows, spec, group, step)
     if layout.kv is KV.REQUEST and sharded:
-        return OwnerExchange(rows, rotary_N, group)
-    return LocalExchange(rows, rotary_N, group, expanded_rows)
+        return OwnerExchange(rows, spec, group, step)
+    return LocalExchange(rows, spec, group, step)

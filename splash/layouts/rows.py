@@ -8,15 +8,44 @@ since any rank can compute them.
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from splash.core.layout import KV, Layout, Rows
 from splash.core.pages import PageTable
-from splash.core.step import Query, StepPlan
+from splash.core.step import NO_SLOT, Query, StepPlan
 from splash.layouts.tables import PageTables
+
+NO_QUERY = -1  # query index of an idle row
+
+
+def run_edges(values_n: np.ndarray) -> np.ndarray:
+    """Where runs of equal values begin, and the length of all: int64 [runs + 1]; [0] for no values."""
+    begins = np.ones(len(values_n), dtype=bool)
+    begins[1:] = values_n[1:] != values_n[:-1]
+    return np.r_[np.flatnonzero(begins), len(values_n)]
+
+
+@dataclass(frozen=True)
+class QueryPages:
+    """Pages of some queries, one query after another: int64 slots [p], page numbers [p] and starts [queries + 1]."""
+
+    slots: np.ndarray
+    numbers: np.ndarray
+    starts: np.ndarray
+
+    def of(self, queries: np.ndarray) -> QueryPages:
+        """The pages of these queries, in this order; none for NO_QUERY."""
+        if np.array_equal(queries, np.arange(len(self.starts) - 1)):
+            return self
+        lengths = np.where(queries == NO_QUERY, 0, np.append(np.diff(self.starts), 0)[queries])
+        ends = np.cumsum(lengths)
+        index = np.arange(lengths.sum()) + np.repeat(self.starts[queries] - (ends - lengths), lengths)
+        return QueryPages(self.slots[index], self.numbers[index], np.r_[0, ends])
 
 
 @dataclass(frozen=True)
@@ -28,7 +57,8 @@ class StepRows:
         rank, ranks, page_size: as everywhere.
         queries: the plan's queries, in plan order.
         tables: the page table of each query, rows of this step included.
-        tokens_N, positions_N, query_N: token id, position and query index of each row, int64.
+        tokens_N, positions_N, query_N: token id, position and query index of each row, int64. Idle rows, which fill a
+            graph's, have the index NO_QUERY.
         is_chunk_N: bool, the row belongs to a query of several rows.
         counts_T: rows by home rank.
         sampled: for each query in plan order, all its rows if it scores, its last row if it only samples.
@@ -58,15 +88,62 @@ class StepRows:
         """The rows that this rank holds at a layer boundary."""
         return slice(0, len(self.tokens_N)) if self.layout.rows is Rows.REPLICATED else self.own
 
+    @cached_property
+    def _own_slots(self) -> tuple[np.ndarray, np.ndarray]:
+        """This rank's slots of the tables of all queries, one after another, and where each table begins."""
+        starts = np.cumsum([0, *(len(table) for table in self.tables)])
+        slots = [table.slots_cT[:, self.rank] for table in self.tables]
+        return np.concatenate(slots or [np.empty(0)]).astype(np.int64), starts
+
     def slots(self, rows: slice | np.ndarray) -> np.ndarray:
         """This rank's slot for the page of each of `rows`, NO_SLOT where it does not hold the page. int64."""
         query_n, page_n = self.query_N[rows], self.positions_N[rows] // self.page_size
-        slots_n = np.empty(len(query_n), dtype=np.int64)
-        # Rows of a query are neighbours, so there is one look-up a query.
-        edges = np.flatnonzero(np.diff(query_n, prepend=-1, append=-1))
-        for start, end in itertools.pairwise(edges.tolist()):
-            slots_n[start:end] = self.tables[query_n[start]].slots_cT[page_n[start:end], self.rank]
+        slots, starts = self._own_slots
+        busy_n = query_n != NO_QUERY
+        if busy_n.all():
+            return slots[starts[query_n] + page_n]
+        slots_n = np.full(len(query_n), NO_SLOT, dtype=np.int64)
+        slots_n[busy_n] = slots[starts[query_n[busy_n]] + page_n[busy_n]]
         return slots_n
+
+    @cached_property
+    def held_pages(self) -> QueryPages:
+        """The pages of each query's request that this rank holds."""
+        slots, starts = self._own_slots
+        numbers = np.arange(len(slots)) - np.repeat(starts[:-1], np.diff(starts))
+        held = slots != NO_SLOT
+        if not held.all():
+            slots, numbers, starts = slots[held], numbers[held], np.r_[0, np.cumsum(held)][starts]
+        return QueryPages(slots, numbers, starts)
+
+    def padded(self, counts_T: Sequence[int]) -> tuple[StepRows, np.ndarray]:
+        """These rows with idle ones after each rank's, up to `counts_T`, all of them sampled.
+
+        Idle rows are those of no query: they hold no page, see nothing and are not cached.
+
+        Returns:
+            the rows, and for each sampling query the padded row that it samples.
+        """
+        pairs = list(zip(self.counts_T, counts_T, strict=True))
+        assert all(count <= most for count, most in pairs), f"{self.counts_T} rows do not fit in {tuple(counts_T)}"
+        total = sum(counts_T)
+        place_N = np.flatnonzero(np.concatenate([np.arange(most) < count for count, most in pairs]))
+
+        def spread(values_N: np.ndarray, idle: int) -> np.ndarray:
+            padded = np.full(total, idle, dtype=values_N.dtype)
+            padded[place_N] = values_N
+            return padded
+
+        rows = dataclasses.replace(
+            self,
+            tokens_N=spread(self.tokens_N, 0),
+            positions_N=spread(self.positions_N, 0),
+            query_N=spread(self.query_N, NO_QUERY),
+            is_chunk_N=spread(self.is_chunk_N, False),
+            counts_T=tuple(counts_T),
+            sampled=np.arange(total),
+        )
+        return rows, place_N[self.sampled]
 
 
 def step_rows(plan: StepPlan, layout: Layout, rank: int, ranks: int, page_size: int, tables: PageTables) -> StepRows:

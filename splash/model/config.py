@@ -19,6 +19,7 @@ from splash.core.errors import CheckpointError
 from splash.core.spec import IndexerSpec, ModelSpec, MoeSpec, RopeSpec
 
 BUILTIN = "builtin:"
+DEFAULT_MODEL = "builtin:scribe"  # ships with SPLASH
 
 SERVABLE = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "YoutuForCausalLM")
 
@@ -56,10 +57,19 @@ def resolve_model_path(path: str | Path) -> Path:
 
 
 def load_model_config(path: str | Path) -> ModelConfig:
-    """Read `config.json`, and `generation_config.json` where there is one, of a checkpoint directory.
+    """Read the configuration of a checkpoint directory.
 
     Raises:
         CheckpointError: the directory or `config.json` is missing, malformed or describes no model we can represent.
+    """
+    return parse_model_config(read_model_config(path), str(resolve_model_path(path) / "config.json"))
+
+
+def read_model_config(path: str | Path) -> dict[str, Any]:
+    """The contents of `config.json`, with the tokens of `generation_config.json` where there is one.
+
+    Raises:
+        CheckpointError: the directory or `config.json` is missing or malformed.
     """
     directory = resolve_model_path(path)
     if not directory.is_dir():
@@ -69,7 +79,7 @@ def load_model_config(path: str | Path) -> ModelConfig:
     generation = _read_json(generation_file) if generation_file.exists() else {}
     # What a model should stop at is maintained in generation_config.json; config.json may name fewer tokens.
     tokens = {key: generation[key] for key in ("eos_token_id", "bos_token_id") if generation.get(key) is not None}
-    return parse_model_config({**mapping, **tokens}, str(directory / "config.json"))
+    return {**mapping, **tokens}
 
 
 def check_servable(config: ModelConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, is_dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,10 +12,18 @@ from splash.core.layout import Layout, Projections
 from splash.core.memory import ArenaGeometry
 from splash.core.spec import ModelSpec
 from splash.model.arena import LayerArena
-from splash.model.checkpoint import Checkpoint
 from splash.model.feedforward import DenseMlp, ExpertMlp, share
 from splash.model.rope import deinterleave
 from splash.platform.base import Rank
+
+
+class Source(Protocol):
+    """Where tensors come from: a `Checkpoint`, or a `DummyCheckpoint`."""
+
+    def read(
+        self, name: str, shape: tuple[int, ...], rows: slice | None = None, columns: slice | None = None
+    ) -> Tensor:
+        """A tensor of the expected whole `shape`, or a slice of its first and second dims."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +74,8 @@ def _tensors(value: object) -> list[Tensor]:
 class Loader:
     """Loads one rank's weights in one dtype."""
 
-    def __init__(self, checkpoint: Checkpoint, geometry: ArenaGeometry, group: Rank, dtype: torch.dtype) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, source: Source, geometry: ArenaGeometry, group: Rank, dtype: torch.dtype) -> None:
+        self._source = source
         self._geometry = geometry
         self._spec: ModelSpec = geometry.spec
         self._group = group
@@ -95,7 +104,7 @@ class Loader:
         return share(total, self._group.rank, self._group.size)
 
     def _read(self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        tensor = self._checkpoint.read(name, shape, rows, columns)
+        tensor = self._source.read(name, shape, rows, columns)
         return tensor.to(self._group.device, self._dtype).contiguous()
 
     def _layer(self, layer: int, layout: Layout) -> LayerWeights:
@@ -160,8 +169,8 @@ class Loader:
             w13[place, :size] = self._read(name + "gate_proj.weight", size, hidden)
             w13[place, size:] = self._read(name + "up_proj.weight", size, hidden)
             w2[place] = self._read(name + "down_proj.weight", hidden, size)
-        router = self._checkpoint.read(prefix + "gate.weight", (moe.num_experts, hidden))
-        bias = self._checkpoint.read(prefix + "gate.e_score_correction_bias", (moe.num_experts,))
+        router = self._source.read(prefix + "gate.weight", (moe.num_experts, hidden))
+        bias = self._source.read(prefix + "gate.e_score_correction_bias", (moe.num_experts,))
         shared = None
         if moe.num_shared_experts:
             shared = self._dense(prefix + "shared_experts.", size * moe.num_shared_experts)

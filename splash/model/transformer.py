@@ -3,19 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from splash.core.layout import Rows
 from splash.core.spec import ModelSpec
 from splash.layouts.exchange import AttentionInputs, Exchange, Rotary, make_exchange
+from splash.layouts.inputs import StepInputs
 from splash.layouts.rows import StepRows
 from splash.model.loader import LayerWeights, ModelWeights
 from splash.model.rope import RotaryTable
 from splash.platform.base import Rank
 
 LATENT_NORM_EPS = 1e-6  # of the Q-A and KV-A norms, whatever `rms_norm_eps` says (DeepSeek's reference does the same)
+
+
+@dataclass(frozen=True)
+class SampledRows:
+    """Which rows are sampled.
+
+    Attributes:
+        index: [m] rows of this rank.
+        counts: sampled rows by rank, where rows are split over ranks; else None, and `index` has them all.
+        place: [samples] where each lies among those of all ranks; None as `counts`.
+    """
+
+    index: Tensor
+    counts: tuple[int, ...] | None
+    place: Tensor | None
+
+
+@dataclass(frozen=True)
+class PreparedStep:
+    """A step whose host part is done. `tokens` and `positions` are int64 [N]; `sampled` is None where no row is."""
+
+    rows: StepRows
+    tokens: Tensor
+    positions: Tensor
+    exchange: Exchange
+    sampled: SampledRows | None
 
 
 class Transformer:
@@ -31,39 +61,58 @@ class Transformer:
         self._rotary = rotary
         self._group = group
 
+    def prepare(self, rows: StepRows, inputs: StepInputs) -> PreparedStep:
+        """The host's part of a step."""
+        return PreparedStep(
+            rows=rows,
+            tokens=inputs.upload(rows.tokens_N),
+            positions=inputs.upload(rows.positions_N),
+            exchange=make_exchange(rows, self._spec, self._group, inputs),
+            sampled=self._prepare_sampled(rows, inputs),
+        )
+
+    def _prepare_sampled(self, rows: StepRows, inputs: StepInputs) -> SampledRows | None:
+        if not len(rows.sampled):
+            return None
+        if rows.layout.rows is Rows.REPLICATED or self._group.size == 1:
+            return SampledRows(inputs.upload(rows.sampled), None, None)
+        ends = np.cumsum(rows.counts_T)
+        home_s = np.searchsorted(ends, rows.sampled, side="right")
+        order = np.argsort(home_s, kind="stable")
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        counts = tuple(np.bincount(home_s, minlength=rows.ranks).tolist())
+        mine = rows.sampled[home_s == rows.rank] - rows.own.start
+        return SampledRows(inputs.upload(mine), counts, inputs.upload(place))
+
     @torch.inference_mode()
-    def forward(self, rows: StepRows, arrive: Callable[[int], None] | None = None) -> Tensor | None:
-        """Run a step.
+    def forward(self, step: PreparedStep, arrive: Callable[[int], None] | None = None) -> Tensor | None:
+        """Run a step: the device's part, which never waits for the device itself.
 
         Args:
-            rows: the step's rows.
+            step: prepared for this step's rows.
             arrive: called with each layer before it is computed; returns once the layer's state is in the arena.
 
         Returns:
             Logits after each row of `rows.sampled`: float32 [samples, vocabulary] on rank 0, None elsewhere.
         """
-        group, layout = self._group, rows.layout
-        positions = torch.from_numpy(rows.positions_N).to(group.device)
-        rotary = Rotary(self._rotary.cos[positions], self._rotary.sin[positions])
-        exchange = make_exchange(layout, rows, rotary, group, self._spec.expanded_rows)
-        x_nD = self._embed(rows)
+        rows, exchange = step.rows, step.exchange
+        exchange.start(Rotary(self._rotary.cos[step.positions], self._rotary.sin[step.positions]))
+        x_nD = self._embed(step)
         for number, layer in enumerate(self._weights.layers):
             if arrive is not None:
                 arrive(number)
             x_nD = self._layer(layer, x_nD, rows, exchange)
-        return self._logits(x_nD, rows)
+        return None if step.sampled is None else self._logits(x_nD, step.sampled)
 
-    def _embed(self, rows: StepRows) -> Tensor:
+    def _embed(self, step: PreparedStep) -> Tensor:
         """Embedding with a sharded vocabulary: each rank looks up the tokens that it has, and the parts are summed."""
-        vocab = self._weights.vocab
-        tokens = torch.from_numpy(rows.tokens_N).to(self._group.device)
-        local = tokens - vocab.start
+        vocab, table_VD = self._weights.vocab, self._weights.embedding
+        local = step.tokens - vocab.start
         held = (local >= 0) & (local < vocab.stop - vocab.start)
-        x_ND = torch.zeros(
-            len(tokens), self._spec.hidden_size, dtype=self._weights.embedding.dtype, device=tokens.device
-        )
-        x_ND[held] = self._weights.embedding[local[held]]
-        return self._reduce(x_ND, rows)
+        # Looked up whether held or not, so that no shape depends on the tokens.
+        x_ND = functional.embedding(local.clamp(0, len(table_VD) - 1), table_VD).masked_fill(~held.unsqueeze(1), 0)
+        return self._reduce(x_ND, step.rows)
 
     def _reduce(self, partial_ND: Tensor, rows: StepRows) -> Tensor:
         """Sum partial rows over ranks, leaving each rank the rows that it holds at a layer boundary."""
@@ -77,26 +126,24 @@ class Transformer:
         kernels, eps, split = self._group.kernels, self._spec.rms_norm_eps, rows.layout.rows is Rows.SPLIT
         attended = self._attention(layer, kernels.rms_norm(x_nD, layer.input_norm, eps), rows, exchange)
         # With split rows every rank has all heads, so its rows are complete.
-        x_nD = x_nD + (attended if split else self._reduce(attended, rows))
-        normed = kernels.rms_norm(x_nD, layer.post_norm, eps)
+        attended = attended if split else self._reduce(attended, rows)
+        normed, x_nD = kernels.add_rms_norm(x_nD, attended, layer.post_norm, eps)
         if split and self._group.size > 1:
             normed = self._group.comm.all_gather(normed, rows.counts_T)
         return x_nD + self._reduce(layer.feedforward(normed, kernels), rows)
 
     def _attention(self, layer: LayerWeights, x_nD: Tensor, rows: StepRows, exchange: Exchange) -> Tensor:
-        kernels, spec = self._group.kernels, self._spec
+        kernels, spec, rotary = self._group.kernels, self._spec, exchange.rotary
         query = x_nD
         if layer.q_a is not None and layer.q_a_norm is not None:
             query = kernels.rms_norm(x_nD @ layer.q_a.t(), layer.q_a_norm, LATENT_NORM_EPS)
         kv = x_nD @ layer.kv_a.t()
-        latent = kernels.rms_norm(kv[:, : spec.kv_lora_rank], layer.kv_a_norm, LATENT_NORM_EPS)
-        key = kernels.rotate(kv[:, spec.kv_lora_rank :], exchange.rotary.cos, exchange.rotary.sin)
         heads = layer.arena.heads(rows.layout)
         values_nhV = exchange.run(
             AttentionInputs(
                 heads=heads,
                 query_nQ=query,
-                latent_nK=torch.cat((latent, key), dim=-1),
+                latent_nK=kernels.latent_rows(kv, layer.kv_a_norm, LATENT_NORM_EPS, rotary.cos, rotary.sin),
                 pages_SPK=layer.arena.pages_SPK,
                 scale=spec.softmax_scale,
                 value_dim=spec.kv_lora_rank,
@@ -105,32 +152,16 @@ class Transformer:
         )
         return heads.output(values_nhV)
 
-    def _logits(self, x_nD: Tensor, rows: StepRows) -> Tensor | None:
+    def _logits(self, x_nD: Tensor, sampled: SampledRows) -> Tensor | None:
         """Final norm and LM head of the sampled rows only; every rank scores its share of the vocabulary."""
         group, weights = self._group, self._weights
-        if not len(rows.sampled):
-            return None
-        if rows.layout.rows is Rows.REPLICATED or group.size == 1:
-            x_sD = x_nD[torch.from_numpy(rows.sampled).to(group.device)]
-        else:
-            x_sD = self._gather_sampled(x_nD, rows)
+        x_sD = x_nD[sampled.index]
+        if sampled.counts is not None and sampled.place is not None:
+            x_sD = group.comm.all_gather(x_sD, sampled.counts)[sampled.place]
         normed = group.kernels.rms_norm(x_sD, weights.final_norm, self._spec.rms_norm_eps)
-        logits_Vs = weights.lm_head @ normed.t()
-        if group.size > 1:
-            vocab = self._spec.vocab_size
-            counts = [vocab * (rank + 1) // group.size - vocab * rank // group.size for rank in range(group.size)]
-            logits_Vs = group.comm.all_gather(logits_Vs, counts)
+        if group.size == 1:
+            return (normed @ weights.lm_head.t()).float()
+        vocab = self._spec.vocab_size
+        counts = [vocab * (rank + 1) // group.size - vocab * rank // group.size for rank in range(group.size)]
+        logits_Vs = group.comm.all_gather(weights.lm_head @ normed.t(), counts)
         return logits_Vs.t().float() if group.rank == 0 else None
-
-    def _gather_sampled(self, x_nD: Tensor, rows: StepRows) -> Tensor:
-        """Sampled rows of split rows, on every rank, in plan order."""
-        own, device = rows.own, self._group.device
-        ends = torch.tensor(rows.counts_T).cumsum(0)
-        home_s = torch.searchsorted(ends, torch.from_numpy(rows.sampled), right=True)
-        counts = torch.bincount(home_s, minlength=rows.ranks).tolist()
-        order = torch.argsort(home_s, stable=True)
-        mine = [int(row) - own.start for row in rows.sampled if own.start <= row < own.stop]
-        gathered = self._group.comm.all_gather(x_nD[torch.tensor(mine, dtype=torch.int64, device=device)], counts)
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order))
-        return gathered[place.to(device)]

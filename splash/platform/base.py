@@ -12,13 +12,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
     from splash.core.memory import ArenaGeometry
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -32,12 +34,13 @@ class Availability:
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """One device: what it is called and its memory in bytes (total and free now)."""
+    """One device: what it is called, its memory in bytes (total and free now), and what else its driver says of it."""
 
     index: int
     name: str
     total_bytes: int
     free_bytes: int
+    state: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,13 +76,18 @@ class Arenas(ABC):
     def peer(self, rank: int, layer: int) -> torch.Tensor:
         """A peer's arena of `layer` mapped for one-sided reads: uint8 [arena_bytes]. `peer(own rank)` is `local`."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the memory. Nobody may look at any of the tensors after that."""
+
 
 class Communicator(ABC):
     """Collectives over the group. Every rank calls the same sequence; rows of any count, zero included.
 
-    Tensors are contiguous; any dtype torch has. Splits are along dim 0. Sums are taken in rank order, so that every
-    rank gets the same bits. A peer that does not arrive within the timeout raises `WorkerError` naming the
-    collective and the ranks missing.
+    Tensors are contiguous and on the rank's device; any dtype torch has. Splits are along dim 0. Every rank gets the
+    same bits. On a device with queues a collective is queued like any other operation: what the caller does next on the
+    device sees its result, and happens after what every rank that has rows did before. A peer that does not arrive
+    within the timeout raises `WorkerError` naming the collective, and the ranks missing where they can be known.
     """
 
     rank: int
@@ -180,12 +188,88 @@ class AttentionBackend(ABC):
         """
 
 
+class AttentionBuffers(Protocol):
+    """The plan of a batch on the device, at addresses that never change, so that a graph can hold them."""
+
+    def load(self, batch: AttentionBatch) -> None:
+        """Plan `batch` and upload it in the current stream. An upload before must have ended."""
+
+
+class CapturableAttention(Protocol):
+    """A backend whose `attend` can be part of a graph. `attend_expanded` need not be: it is for prompts."""
+
+    def attend(
+        self, q_nHK: torch.Tensor, pages_SPK: torch.Tensor, batch: AttentionBatch, scale: float, value_dim: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `AttentionBackend.attend`."""
+
+    def attend_expanded(
+        self,
+        q_nHd: torch.Tensor,
+        pages_SPK: torch.Tensor,
+        batch: AttentionBatch,
+        kv_b_HEC: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """As `AttentionBackend.attend_expanded`."""
+
+    def buffers(
+        self, max_rows: int, max_pages: int, num_heads: int, page_size: int, dtype: torch.dtype
+    ) -> AttentionBuffers:
+        """Buffers for batches of at most so many rows and pages, whose queries have `dtype`."""
+
+    def bind(self, batch: AttentionBatch, buffers: Any) -> None:
+        """Have `attend` of `batch` use what `buffers` hold when its kernels run."""
+
+
+class Graph(ABC):
+    """Work that has been recorded, to be done again as a whole."""
+
+    @abstractmethod
+    def replay(self) -> None:
+        """Queue the work again: the same operations at the same addresses."""
+
+
+class Graphs(ABC):
+    """Records what the host queues, so that it can be queued again at once.
+
+    Attributes:
+        attention: the rank's attention backend.
+    """
+
+    attention: CapturableAttention
+
+    @abstractmethod
+    def capture(self, work: Callable[[], _T]) -> tuple[Graph, _T]:
+        """Record `work`, which has run before. What it returns is filled by `replay`, and overwritten by the next.
+
+        Work must not wait for the device, nor depend on data there. Results of earlier captures may share memory with
+        those of later ones: only the graph that was replayed last has valid ones.
+        """
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Drop every graph, before the communicator closes."""
+
+
 class Kernels(ABC):
     """Fused operations around attention. All are pure functions of their tensors unless they say otherwise."""
 
     @abstractmethod
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dim, in float32 inside. [..., D] -> [..., D]."""
+
+    @abstractmethod
+    def add_rms_norm(
+        self, x_nD: torch.Tensor, residual_nD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rms_norm of the sum, the sum), both [n, D]."""
+
+    @abstractmethod
+    def latent_rows(
+        self, kv_nK: torch.Tensor, weight_C: torch.Tensor, eps: float, cos_nR: torch.Tensor, sin_nR: torch.Tensor
+    ) -> torch.Tensor:
+        """What is cached of [latent | rotary key] rows, [n, C + R]: the latent normed, the key rotated."""
 
     @abstractmethod
     def rotate(self, x: torch.Tensor, cos_nR: torch.Tensor, sin_nR: torch.Tensor) -> torch.Tensor:
@@ -197,7 +281,7 @@ class Kernels(ABC):
 
     @abstractmethod
     def store(self, pages_SPK: torch.Tensor, index_n: torch.Tensor, rows_nK: torch.Tensor) -> None:
-        """Write rows into the cache at flat positions slot * P + offset, int64 [n]. In place."""
+        """Write rows into the cache at flat positions slot * P + offset, int64 [n]. Negative ones are left out."""
 
     @abstractmethod
     def merge(self, outs_TnHC: torch.Tensor, lses_TnH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -238,17 +322,49 @@ class Completion(ABC):
     def wait(self) -> None:
         """Let what follows in the caller's order see the work done. Raises what the work raised."""
 
+    def waited_s(self) -> float:
+        """Seconds for which `wait` has held up the device, once it has; 0 where waiting holds up the host instead."""
+        return 0.0
+
 
 class CopyEngine(ABC):
-    """One-sided copies between the arenas of a group, in order of their start."""
+    """One-sided copies between the arenas of a group, in order of their start.
+
+    Attributes:
+        is_queued: copies are queued on the device. Then one that could be queued does not fail by itself, and waiting
+            for it holds up the device, not the host.
+    """
+
+    is_queued: bool
 
     @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor, extents: np.ndarray) -> None:
-        """Copy byte ranges. `target` and `source` are uint8 [bytes]; `extents` int64 [n, 3] of (to, from, bytes)."""
+        """Copy byte ranges. `target` and `source` are uint8 [bytes]; `extents` int64 [n, 3] of (to, from, bytes).
+
+        No range that is written overlaps one that is read.
+        """
 
     @abstractmethod
     def begin(self, work: Callable[[], None]) -> Completion:
-        """Run `work`, which calls `copy`, behind the caller's compute and after all work begun before."""
+        """Run `work`, which calls `copy`, behind the caller's compute and after all work begun before.
+
+        What `work` raises is raised here where copies are queued, else when the work is waited for.
+        """
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Device memory at one moment, in bytes.
+
+    Attributes:
+        held_bytes: what this process holds for tensors, arenas apart: weights, workspace and graphs.
+        device_used_bytes: what is taken on the device, by whomever.
+        device_total_bytes: what the device has.
+    """
+
+    held_bytes: int
+    device_used_bytes: int
+    device_total_bytes: int
 
 
 @dataclass(frozen=True)
@@ -263,6 +379,15 @@ class Rank:
     attention: AttentionBackend
     kernels: Kernels
     copies: CopyEngine
+    graphs: Graphs | None = None  # None where steps cannot be recorded
+    memory: Callable[[], MemoryUse] | None = None  # None where memory is the host's; gives back what is held for reuse
+
+    def close(self) -> None:
+        """Leave the group and let go of its memory. Whatever uses either must be gone."""
+        if self.graphs is not None:
+            self.graphs.clear()
+        self.comm.close()
+        self.arenas.close()
 
 
 class Platform(ABC):
@@ -287,14 +412,44 @@ class Platform(ABC):
         """Environment variables that a rank's process must start with."""
 
     @abstractmethod
-    def create_group(self, ranks: int, num_layers: int, geometry: ArenaGeometry) -> GroupHandle:
-        """In the launching process: make what the ranks share.
+    def arena_budget(self, ranks: int, beside_bytes: int, fraction: float) -> int:
+        """Bytes a rank that its arenas may take in all.
+
+        Args:
+            ranks: T.
+            beside_bytes: what a rank will take besides: weights that are not in the arenas, and workspace.
+            fraction: share of each device's memory to use.
 
         Raises:
-            CapacityError: the arenas do not fit in memory.
+            CapacityError: nothing is left for arenas; the message has the numbers.
+        """
+
+    @abstractmethod
+    def attention_backends(self) -> tuple[str, ...]:
+        """Names of the attention backends that work here; "auto" takes the first that suits a model."""
+
+    @abstractmethod
+    def create_group(
+        self, ranks: int, num_layers: int, geometry: ArenaGeometry, attention: str = "auto"
+    ) -> GroupHandle:
+        """In the launching process: make what the ranks share.
+
+        Args:
+            ranks: T.
+            num_layers: arenas a rank.
+            geometry: of an arena.
+            attention: one of `attention_backends()`, or "auto".
+
+        Raises:
+            CapacityError: the arenas do not fit in memory, where the launcher can know.
             PlatformUnavailable: this platform is not usable here.
         """
 
     @abstractmethod
     def join(self, handle_info: Mapping[str, int | str | list[int]], rank: int, timeout_s: float) -> Rank:
-        """In a rank's process: join the group that `create_group` made."""
+        """In a rank's process: join the group that `create_group` made.
+
+        Raises:
+            CapacityError: the arenas do not fit in the device's memory.
+            WorkerError: a peer does not come.
+        """

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
 from splash.core.errors import RequestError
 from splash.core.pages import HeldPages
+from splash.scheduler.chunks import Batch
 from splash.scheduler.config import SchedulerConfig
-from splash.scheduler.owners import choose_owner
+from splash.scheduler.owners import owners_with_room
 from splash.scheduler.prefix_cache import CachedPage, PrefixCache, extend_keys
 from splash.scheduler.request import Request
 
@@ -58,23 +59,44 @@ class Admission:
             extend_keys(request.keys, request.tokens, config.page_size, most)
             self.found = pool.match(request.keys[:most])
 
-    @property
-    def least_left(self) -> int:
-        """Tokens to compute with the owner that has most of them in its cache."""
-        return len(self._request.tokens) - max(map(self._num_found, range(self._pool.ranks)))
+    def left(self, owner: int) -> int:
+        """Tokens to compute with that owner: those that it does not have in its cache."""
+        return len(self._request.tokens) - self._num_found(owner)
 
     def _num_found(self, rank: int) -> int:
         return len(self.found[rank]) * self._page_size
 
     def place(self, tokens: Sequence[int], reserved: Sequence[int] | None = None) -> Place | None:
-        """Room that is there now, or None.
+        """The first of `places`, or None."""
+        return next(self.places(tokens, reserved), None)
+
+    def places(self, tokens: Sequence[int], reserved: Sequence[int] | None = None) -> Iterator[Place]:
+        """Room that is there now: with the rank that has the least to do, then with others that find as much.
 
         Args:
             tokens: context tokens of the running requests of each rank.
             reserved: pages on each rank that must be left.
         """
-        owner = choose_owner(self._pool, tokens, self._needed, self._max_pages, self.found, self._page_size, reserved)
-        return None if owner is None else self._place(owner)
+        least = None
+        for owner in owners_with_room(
+            self._pool, tokens, self._needed, self._max_pages, self.found, self._page_size, reserved
+        ):
+            least = len(self.found[owner]) if least is None else least
+            if len(self.found[owner]) >= least:
+                yield self._place(owner)
+
+    def place_with_rows(
+        self, tokens: Sequence[int], batch: Batch, reserved: Sequence[int] | None = None
+    ) -> tuple[Place | None, bool]:
+        """The first of `places` where the request has rows in the batch as well, or else the first; whether it has."""
+        first = None
+        for place in self.places(tokens, reserved):
+            if batch.admits(self._request, self.left(place.owner), place.owner):
+                return place, True
+            first = first or place
+            if batch.busy_T is None:
+                break  # it would have as few rows with any other owner
+        return first, False
 
     def _place(self, owner: int) -> Place:
         return Place(owner, self.found[owner], self._pool.takes(owner, self.found[owner], self._needed))

@@ -144,12 +144,12 @@ class CostModel:
     def steps(self, load: StepLoad, layouts: Sequence[Layout] | None = None) -> dict[Layout, StepCost]:
         """The cost of `load` in some layouts, or else in every layout that these ranks can serve in."""
         after = self._after_attention(load.num_rows, load.num_sampled)
-        return {layout: self._step(layout, load, after) for layout in layouts or self.layouts}
+        return {layout: self._cheapest(layout, load, after)[0] for layout in layouts or self.layouts}
 
     def step(self, layout: Layout, load: StepLoad) -> StepCost:
         """The cost of `load` in `layout`. An empty load costs what every step does."""
         assert layout in self.layouts, f"{self.ranks} ranks cannot serve in {layout}"
-        return self._step(layout, load, self._after_attention(load.num_rows, load.num_sampled))
+        return self._cheapest(layout, load, self._after_attention(load.num_rows, load.num_sampled))[0]
 
     def switch(self, source: Layout, target: Layout, load: StepLoad, method: Method) -> SwitchCost:
         """The cost of going on with `load` in another layout; see `splash.scheduler.switch_cost`."""
@@ -170,13 +170,23 @@ class CostModel:
         """Whether the requests of `load` fit in arenas of `geometry` in `layout`, with the numbers."""
         return fits(layout, load, geometry, self.hardware, self.dtype, mem_fraction)
 
-    def _step(self, layout: Layout, load: StepLoad, after: tuple[float, float, float]) -> StepCost:
+    def _cheapest(
+        self, layout: Layout, load: StepLoad, after: tuple[float, float, float]
+    ) -> tuple[StepCost, _Attention | None]:
+        """The form of attention with which the whole step is cheapest: where launches show, fewer of them may win."""
         assert load.ranks == self.ranks
+        forms = self._attention(layout, load) if load.num_rows else (None,)
+        steps = [(self._step_with(layer, layout, load, after), layer) for layer in forms]
+        return min(steps, key=lambda step: step[0].seconds)
+
+    def _step_with(
+        self, layer: _Attention | None, layout: Layout, load: StepLoad, after: tuple[float, float, float]
+    ) -> StepCost:
+        """The cost with one form of attention; None where there are no rows."""
         costs, num_layers = self.stages.costs, self.spec.num_layers
         parts = dict.fromkeys(STAGES, 0.0)
         parts["host"] = (costs.step_us + costs.request_us * len(load.rows_q)) * MICRO
-        if load.num_rows:
-            layer = self._attention(layout, load)
+        if layer is not None:
             parts["projections"] = layer.projections * num_layers
             parts["attention"] = layer.attention * num_layers
             parts["exchange"] = layer.exchange * num_layers
@@ -193,15 +203,16 @@ class CostModel:
 
     # --- the attention part of a layer ---
 
-    def _attention(self, layout: Layout, load: StepLoad) -> _Attention:
+    def _attention(self, layout: Layout, load: StepLoad) -> tuple[_Attention, ...]:
+        """The forms that a layout has a choice of."""
         is_sharded = layout.projections is Projections.SHARDED
         match layout.kv:
             case KV.POSITION:
-                return self._sharded_striped(load) if is_sharded else self._split_striped(load)
+                return (self._sharded_striped(load),) if is_sharded else self._split_striped(load)
             case KV.REQUEST:
-                return self._sharded_owned(load) if is_sharded else self._split_owned(load)
+                return (self._sharded_owned(load) if is_sharded else self._split_owned(load),)
             case KV.REPLICATED:
-                return self._local(self._whole(load), self.spec.num_heads // self.ranks)
+                return (self._local(self._whole(load), self.spec.num_heads // self.ranks),)
 
     def _whole(self, load: StepLoad) -> _Part:
         pairs = sum(load.single_pairs_T(self.stages.top_k))
@@ -301,13 +312,13 @@ class CostModel:
             ops=ATTENTION_OPS + HEAD_OPS,
         )
 
-    def _split_striped(self, load: StepLoad) -> _Attention:
+    def _split_striped(self, load: StepLoad) -> tuple[_Attention, ...]:
         """cp: single rows go to every rank; chunks stay and histories are gathered, or their queries travel too."""
         chunks = _chunks(load)
         staying = self._striped(load, chunks, ())
         if not (chunks and self.cheapest_forms):
-            return staying
-        return min(staying, self._striped(load, (), chunks), key=lambda layer: layer.seconds)
+            return (staying,)
+        return staying, self._striped(load, (), chunks)
 
     def _striped(self, load: StepLoad, staying: Sequence[Chunk], travelling: Sequence[Chunk]) -> _Attention:
         stages, heads, spec = self.stages, self.spec.num_heads, self.spec
@@ -445,7 +456,9 @@ class CostModel:
 
     def operations(self, layout: Layout, load: StepLoad) -> int:
         """Operations besides collectives in the step of a load that is not empty."""
-        return self._num_operations(self._attention(layout, load))
+        _, layer = self._cheapest(layout, load, self._after_attention(load.num_rows, load.num_sampled))
+        assert layer is not None
+        return self._num_operations(layer)
 
     def _num_operations(self, layer: _Attention) -> int:
         num_layers = self.spec.num_layers

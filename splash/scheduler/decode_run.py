@@ -12,6 +12,8 @@ only where it lacks rows, not pages.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from splash.core.pages import HeldPages
 from splash.scheduler.load import StepLoad
 from splash.scheduler.prefix_cache import extend_keys
@@ -22,7 +24,7 @@ from splash.scheduler.scheduler import Scheduler
 class DecodeRun:
     """A run of decode steps, begun when no step is in flight. Use, with `end` in any case:
 
-        run = DecodeRun(scheduler, token)
+        run = DecodeRun(scheduler, token, total_tokens)
         while run.left and run.grow():
             ...  # the step takes place; run.load says what it is
             run.step()
@@ -31,6 +33,7 @@ class DecodeRun:
     Args:
         scheduler: what is changed.
         token: what every request generates in every step.
+        total_tokens: by request, tokens of its prompt and its whole output.
 
     Attributes:
         left: steps that the run can still take.
@@ -40,7 +43,7 @@ class DecodeRun:
 
     load: StepLoad
 
-    def __init__(self, scheduler: Scheduler, token: int) -> None:
+    def __init__(self, scheduler: Scheduler, token: int, total_tokens: Sequence[int]) -> None:
         self._scheduler = scheduler
         self._token = token
         self._page_size = scheduler.config.page_size
@@ -48,7 +51,8 @@ class DecodeRun:
         self.left = 0
         running = scheduler.running
         # The step in which somebody ends is not part of the run.
-        left = min([r.num_prompt + r.max_tokens - len(r.tokens) for r in running], default=0) - 1
+        ends = [min(total_tokens[r.id], r.num_prompt + r.max_tokens) - len(r.tokens) for r in running]
+        left = min(ends, default=0) - 1
         if left < 1 or any([len(request.tokens) - request.num_computed != 1 for request in running]):
             return
         is_stuck, self._wanted = scheduler.first_is_stuck()

@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from splash.core.layout import KV, Layout
 from splash.core.step import StepPlan
 from splash.scheduler.chunks import share_rows
 from splash.scheduler.request import Request
@@ -46,11 +47,12 @@ class StepLoad:
         assert self.ranks >= 1 and len(self.owner_q) == len(self.rows_q) == len(self.start_q)
 
     @classmethod
-    def of_requests(cls, requests: Sequence[Request], ranks: int, max_rows: int) -> StepLoad:
+    def of_requests(cls, requests: Sequence[Request], layout: Layout, ranks: int, max_rows: int) -> StepLoad:
         """The step that the scheduler would plan of running requests: one row of each that decodes, then chunks.
 
         Args:
             requests: running requests in order of service, as `Scheduler.running`.
+            layout: that the step runs in.
             ranks: T.
             max_rows: most rows of a step.
         """
@@ -68,7 +70,11 @@ class StepLoad:
         budget = max(0, max_rows - int(singles.sum()))
         chunks = np.flatnonzero(~singles)
         rows = left.copy()
-        rows[chunks] = share_rows(left[chunks].tolist(), [requests[at].priority for at in chunks.tolist()], budget)
+        chunk_owner, busy_T = None, []
+        if layout.kv is KV.REQUEST:
+            chunk_owner, busy_T = owner[chunks].tolist(), np.bincount(owner[singles], minlength=ranks).tolist()
+        priorities = [requests[at].priority for at in chunks.tolist()]
+        rows[chunks] = share_rows(left[chunks].tolist(), priorities, budget, chunk_owner, busy_T)
         used = rows > 0
         return cls(ranks, owner[used], rows[used], start[used], int((used & (rows == left)).sum()))
 

@@ -6,7 +6,8 @@ known and expected until the load has changed by half, or the horizon is reached
 - decode steps, half of them with the requests that are wanted at its begin, half with those at its end
   (`splash.scheduler.crowd`);
 - the rows of prompts that are to be prefilled meanwhile, in chunks beside decodes: those that are there, as many at a
-  time as a step has rows for, and those that come, as they come; as uneven as prompts are.
+  time as a step has rows for, and those that come, as they come; as uneven as prompts are. Where pages are kept by
+  request, each owner computes one at the same time, of as many rows as the others as long as there are enough.
 
 A layout whose memory holds only n of the N requests that are wanted serves them in N / n waves of the smaller batch:
 
@@ -121,7 +122,8 @@ class Outlook:
     Attributes:
         first, last: the batch at its begin and at its end.
         decode_steps: that each request takes, half of them in either batch.
-        prefills: steps that carry chunks as well, of the backlog and of what comes.
+        shared: steps that carry chunks as well, of the backlog and of what comes, where every rank takes part in them.
+        owned: the same where owners alone compute their chunks, at once.
         found_tokens: of its prompts, that need not be computed as long as the prefix cache has them.
         page_share: pages of requests over those that they would hold if none were shared.
         skew: of the owners now.
@@ -131,7 +133,8 @@ class Outlook:
     first: Phase
     last: Phase
     decode_steps: float
-    prefills: tuple[Prefill, ...]
+    shared: tuple[Prefill, ...]
+    owned: tuple[Prefill, ...]
     found_tokens: float
     page_share: float
     skew: Skew
@@ -140,7 +143,11 @@ class Outlook:
     @property
     def steps(self) -> float:
         """Steps that it takes where all that is wanted fits."""
-        return max(sum(prefill.steps for prefill in self.prefills), self.decode_steps)
+        return max(sum(prefill.steps for prefill in self.shared), self.decode_steps)
+
+    def prefills(self, has_owners: bool) -> tuple[Prefill, ...]:
+        """The steps that carry chunks, by whether their owners alone compute them."""
+        return self.owned if has_owners else self.shared
 
 
 def _on_ladder(phase: Phase, first: Phase) -> Phase:
@@ -198,11 +205,13 @@ class Forecaster:
         decode = lane.times.seconds(shapes.of(first, round(batch), lane.has_owners, skew))[lane.index]
         step_s = first.requests / batch * decode
         steps = crowd.steps_to_half(self._horizon_s / step_s, step_s)
-        prefills = self._prefills(crowd, arrivals, steps, step_s)
+        both = [self._prefills(crowd, arrivals, steps, step_s, has_owners) for has_owners in (False, True)]
+        prefills = both[lane.has_owners]
         prefill_s = sum(self._prefill(lane, prefill, shapes, first, batch, covered=0.0) for prefill in prefills)
         if prefill_s > self._horizon_s:
-            prefills = [replace(each, steps=each.steps * self._horizon_s / prefill_s) for each in prefills]
-            prefill_s = self._horizon_s
+            share_done = self._horizon_s / prefill_s
+            both = [[replace(each, steps=each.steps * share_done) for each in prefills] for prefills in both]
+            prefills, prefill_s = both[lane.has_owners], self._horizon_s
         # Decodes go on beside chunks, and by themselves for what is left of the horizon.
         alone = max(0.0, self._horizon_s - prefill_s) / step_s
         steps = min(steps, sum(prefill.steps for prefill in prefills) + alone)
@@ -210,7 +219,8 @@ class Forecaster:
             first=first,
             last=_on_ladder(crowd.later(steps, step_s), first),
             decode_steps=steps,
-            prefills=tuple(prefills),
+            shared=tuple(both[False]),
+            owned=tuple(both[True]),
             found_tokens=crowd.found_tokens(steps, step_s),
             page_share=share,
             skew=skew,
@@ -226,7 +236,7 @@ class Forecaster:
             shape = outlook.shapes.of(phase, round(batch), lane.has_owners, skew)
             seconds += waves * lane.times.seconds(shape)[lane.index]
             steps += waves
-        for prefill in outlook.prefills:
+        for prefill in outlook.prefills(lane.has_owners):
             seconds += self._prefill(lane, prefill, outlook.shapes, outlook.first, batch, steps)
             steps = max(0.0, steps - prefill.steps)
         return seconds
@@ -234,15 +244,21 @@ class Forecaster:
     def recompute_s(self, layout: Layout, outlook: Outlook, tokens: int) -> float:
         """Seconds to compute, in `layout`, what of the outlook's prompts would have been found in `tokens` of cache."""
         lost, lane = min(float(tokens), outlook.found_tokens), self._lanes[layout]
-        if not (lost and outlook.prefills):
+        prefills = outlook.prefills(lane.has_owners)
+        if not (lost and prefills):
             return 0.0
         batch = self._batch(lane, outlook.first, outlook.page_share)
-        prefill = outlook.prefills[-1]
+        prefill = prefills[-1]
         seconds = self._prefill(lane, prefill, outlook.shapes, outlook.first, batch, prefill.steps)
         return seconds * lost / (prefill.steps * prefill.chunks * prefill.rows)
 
-    def _prefills(self, crowd: Crowd, arrivals: Arrivals, steps: float, step_s: float) -> list[Prefill]:
-        """The prefill steps beside so many decode steps. Prompts are computed one after another."""
+    def _prefills(
+        self, crowd: Crowd, arrivals: Arrivals, steps: float, step_s: float, has_owners: bool
+    ) -> list[Prefill]:
+        """The prefill steps beside so many decode steps. Prompts are computed one after another.
+
+        With owners, one of each owner at once: as many rows on every rank, as long as prompts last for that.
+        """
         backlog, stream = crowd.backlog(), crowd.stream(steps, step_s)
         prefills = []
         for prompts, at_once in ((backlog, backlog.requests), (stream, max(1.0, stream.requests / steps))):
@@ -250,10 +266,14 @@ class Forecaster:
                 continue
             decoding = (crowd.decoding + crowd.wanted) / 2 if prompts is backlog else crowd.wanted
             budget, each = max(2.0, self._max_rows - decoding), max(2.0, prompts.rows / prompts.requests)
-            chunks = on_coarse_grid(max(1, min(math.ceil(at_once), math.ceil(budget / each))))
+            most = max(math.ceil(budget / each), self._ranks if has_owners else 1)
+            chunks = on_coarse_grid(max(1, min(math.ceil(at_once), most)))
+            evened = has_owners and at_once * each > budget
+            if evened and at_once >= self._ranks:
+                chunks = self._ranks * on_coarse_grid(max(1, round(chunks / self._ranks)))
             rows = on_coarse_grid(max(2, round(min(each, budget / chunks))))
             start = self._page_size * on_coarse_grid(max(0, round((prompts.position - rows / 2) / self._page_size)))
-            top = on_coarse_grid(round(rows * arrivals.unevenness(chunks, self._ranks)))
+            top = rows if evened else on_coarse_grid(round(rows * arrivals.unevenness(chunks, self._ranks)))
             prefills.append(Prefill(prompts.rows / (chunks * rows), chunks, rows, start, top, decoding))
         return prefills
 

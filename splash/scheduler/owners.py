@@ -6,7 +6,7 @@ request. Other layouts have owners too, balanced the same way, so that a switch 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from splash.scheduler.prefix_cache import CachedPage, PrefixCache
 
@@ -39,7 +39,7 @@ def balance_owners(
     return owners
 
 
-def choose_owner(
+def owners_with_room(
     pool: PrefixCache,
     tokens: Sequence[int],
     num_pages: int,
@@ -47,8 +47,8 @@ def choose_owner(
     found: Sequence[Sequence[CachedPage]] | None = None,
     page_size: int = 1,
     reserved: Sequence[int] | None = None,
-) -> int | None:
-    """The rank with the least to do among those that can take the request, or None where none can now.
+) -> Iterator[int]:
+    """The ranks that can take the request now, the one with the least to do first.
 
     Args:
         pool: the pages.
@@ -69,5 +69,4 @@ def choose_owner(
     ):
         takes = pool.takes(rank, shared[rank], num_pages)
         if all([take <= own for take, own in zip(takes, spare, strict=True)]) and pool.fits_alone(rank, max_pages):
-            return rank
-    return None
+            yield rank

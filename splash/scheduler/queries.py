@@ -27,7 +27,7 @@ def make_queries(
     """
     queries: list[list[Query]] = [[] for _ in range(ranks)]
     filling: list[Filling] = []
-    chunks = {request for _, _, request in batch.chunks}
+    chunks = {chunk.request for chunk in batch.chunks}
     for request in running:
         if request in chunks:
             continue
@@ -42,7 +42,7 @@ def make_queries(
         owner = held.owner
         queries[owner].append(Query(request.id, start, (request.tokens[start],), owner, True, new_pages))
         request.num_computed = start + 1
-    for count, (_, left, request) in zip(batch.rows(), batch.chunks, strict=True):
+    for count, (_, left, request, _) in zip(batch.rows(), batch.chunks, strict=True):
         held, start = request.held, request.num_computed
         assert held is not None
         if count:
@@ -50,8 +50,8 @@ def make_queries(
             # The ranks have not heard of the pages before its first chunk.
             pages = held.table.rows(0 if request in batch.new else -(-start // page_size), -(-end // page_size))
             tokens = tuple(request.tokens[start:end])
-            last, score = count == left, request.is_unscored
-            queries[held.owner].append(Query(request.id, start, tokens, held.owner, last, pages, score))
+            sample, score = count == left, request.is_unscored
+            queries[held.owner].append(Query(request.id, start, tokens, held.owner, sample, pages, score))
             request.num_computed = end
             filling.append((request, start // page_size, end // page_size))
     return queries, filling

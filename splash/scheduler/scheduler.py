@@ -13,8 +13,9 @@ they are of another priority, and only if it then runs in the same step. So each
 before it are admitted or get a page, and as often as it needs a page that only they could give, each time one more: a
 bounded number of times, by induction from the first, which never is. And the first always progresses: it runs with rows
 in every step, or nobody is admitted before it and it waits for requests as important as itself, the first of which
-progresses. Nobody overtakes the first in the queue but short prompts, as long as an older prompt has all the rows that
-it would need, and they leave it its pages. A stream of more important requests that never ends does keep others
+progresses. Nobody overtakes the first in the queue but short prompts and, in layouts whose owners compute what is
+theirs, prompts of other owners, as long as older prompts have all the rows that it would need; and they leave it its
+pages. A stream of more important requests that never ends does keep others
 waiting: that is what priorities ask for.
 """
 
@@ -32,7 +33,7 @@ from splash.core.pages import HeldPages
 from splash.core.request import SamplingParams
 from splash.core.step import NewRequest, Query, StepOutput, StepPlan
 from splash.scheduler.admission import Admission, Place, check_capacity, holds_any, is_stuck
-from splash.scheduler.chunks import Batch
+from splash.scheduler.chunks import Batch, Prompt
 from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.prefix_cache import Keys, PrefixCache, extend_keys
 from splash.scheduler.queries import Filling, make_queries
@@ -72,6 +73,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running: list[Request] = []  # in order of service
         self._tokens = [0] * pool.ranks  # of running requests, by owner
+        self._owned = [0] * pool.ranks  # running requests, by owner
         self._in_flight: StepPlan | None = None
         self._filling: list[Filling] = []  # in the step in flight
         self._pool_before: PrefixCache | None = None  # what `retract` would go back to
@@ -243,7 +245,7 @@ class Scheduler:
         """Count steps that were planned and applied elsewhere: `splash.scheduler.decode_run`."""
         self._step += num_steps
         self._released, self._finished = [], []
-        self._count_tokens()
+        self._count_by_owner()
 
     def _enter_pages(self) -> None:
         """Let the cache know the pages that a step has filled."""
@@ -271,7 +273,7 @@ class Scheduler:
         for request in self._running:
             assert request.held is not None and len(held[request.id]) == len(request.held)
             request.held = held[request.id]
-        self._count_tokens()
+        self._count_by_owner()
         return before
 
     def retract(self, before: Rebase) -> None:
@@ -301,7 +303,7 @@ class Scheduler:
                 continue
             request.held, request.num_computed = held, num_computed
             self._running.append(request)
-        self._count_tokens()
+        self._count_by_owner()
         for request in [request for request in self._running if not request.live]:
             self._retire(request)
         self._running = [request for request in self._running if request.live]
@@ -341,11 +343,12 @@ class Scheduler:
                 self._count_found(request, -1)
                 request.new = structs.replace(request.new, output=tuple(request.tokens[request.num_prompt :]))
 
-    def _count_tokens(self) -> None:
-        self._tokens = [0] * self.pool.ranks
+    def _count_by_owner(self) -> None:
+        self._tokens, self._owned = [0] * self.pool.ranks, [0] * self.pool.ranks
         for request in self._running:
             assert request.held is not None
             self._tokens[request.held.owner] += len(request.tokens)
+            self._owned[request.held.owner] += 1
 
     @property
     def requests(self) -> tuple[Request, ...]:
@@ -356,18 +359,18 @@ class Scheduler:
         """Give each running request with one token to compute the page that it needs. Returns the step so far."""
         page_size = self.config.page_size
         running = self._running
-        chunks = []
+        chunks: list[Prompt] = []
         index = 0
         while index < len(running):  # whoever is preempted on the way stands at `index` or later
             request = running[index]
             start = request.num_computed
             left = len(request.tokens) - start
             if left > 1:
-                chunks.append((request.order, left, request))
+                chunks.append(Prompt(request.order, left, request, _held(request).owner))
             elif start % page_size == 0 and self._lacks_page(request) and not self._grow(index):
                 continue
             index += 1
-        return Batch(self.config.max_batched_tokens - (len(running) - len(chunks)), chunks)
+        return Batch.of_step(self.pool.layout, self.config.max_batched_tokens, self._owned, chunks)
 
     def _lacks_page(self, request: Request) -> bool:
         assert request.held is not None
@@ -381,25 +384,24 @@ class Scheduler:
             if not may_join and not others_make_way:
                 break
             admission = Admission(self.config, self.pool, request)
-            victims: list[Request] = []
-            place = admission.place(self._tokens) if may_join else None
+            place, begins = admission.place_with_rows(self._tokens, batch) if may_join else (None, False)
             if place is None:
                 found = admission.place_of_others(self._tokens, self._running) if others_make_way else None
                 if found is None:
                     break
                 place, victims = found
-            left = self._left_at(request, place)
-            after = batch.without(victims) if victims else batch
-            if not after.admits(request, left):
-                if not victims:
-                    self._admit_short(batch, place)
+                after = batch.without(victims)
+                if not after.admits(request, admission.left(place.owner), place.owner):
+                    break
+                batch = after
+                for victim in victims:
+                    self._preempt(self._running.index(victim))
+            elif not begins:
+                self._admit_short(batch, place)
                 break
-            batch = after
-            for victim in victims:
-                self._preempt(self._running.index(victim))
             self._waiting.pop()
             self._begin(request, admission, place)
-            batch.add(request, left)
+            batch.add(request, admission.left(place.owner), place.owner)
         return batch
 
     def _admit_short(self, batch: Batch, reserved: Place) -> None:
@@ -413,19 +415,16 @@ class Scheduler:
             if len(passed) == 1:
                 continue
             admission = Admission(self.config, self.pool, request)
-            if not batch.admits(request, admission.least_left):
+            if not any(batch.admits(request, admission.left(rank), rank) for rank in range(self.pool.ranks)):
                 continue
-            place = admission.place(self._tokens, reserved.takes)
-            if place is None or not batch.admits(request, left := self._left_at(request, place)):
+            place, begins = admission.place_with_rows(self._tokens, batch, reserved.takes)
+            if place is None or not begins:
                 continue
             passed.pop()
             self._begin(request, admission, place)
-            batch.add(request, left)
+            batch.add(request, admission.left(place.owner), place.owner)
         for request in passed:
             self._waiting.push(request)
-
-    def _left_at(self, request: Request, place: Place) -> int:
-        return len(request.tokens) - len(place.shared) * self.config.page_size
 
     def _begin(self, request: Request, admission: Admission, place: Place) -> None:
         """Give a waiting request its pages and let it run."""
@@ -440,6 +439,7 @@ class Scheduler:
         assert grown
         insort(self._running, request, key=_by_order)
         self._tokens[place.owner] += len(request.tokens)
+        self._owned[place.owner] += 1
 
     def _count_found(self, request: Request, times: int) -> None:
         if self.config.prefix_cache:
@@ -475,6 +475,7 @@ class Scheduler:
         assert held is not None
         self.pool.release(held)
         self._tokens[held.owner] -= len(request.tokens)
+        self._owned[held.owner] -= 1
         self._released.append(request.id)
         request.held = None
 

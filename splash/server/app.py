@@ -18,6 +18,7 @@ from splash.server.completions import completions_router
 from splash.server.errors import ERRORS, engine_restarting, install_handlers, model_not_found, shutting_down
 from splash.server.intake import Intake
 from splash.server.layout import layout_router
+from splash.server.live import live_router
 from splash.server.metrics import metrics_router
 from splash.server.middleware import REQUEST_ID, BodyLimit, RequestIds, RequestLog, SameOrigin
 from splash.server.requests import Service, answer
@@ -55,6 +56,7 @@ def create_app(
     app.include_router(layout_router(service), responses=ERRORS)
     app.include_router(tokenize_router(service))
     app.include_router(metrics_router(service))
+    app.include_router(live_router(service))
     # The last that is added sees a request first.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     if settings.api_keys:

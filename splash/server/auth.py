@@ -1,7 +1,7 @@
 """API keys: who may ask for what.
 
 A request needs one of the keys, where there are any, and one with the admin scope to change the layout. Probes stay
-open.
+open, and so does the live page itself, which shows nothing until it is given a key.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from splash.core.errors import ConfigError
 from splash.server.errors import ApiError
 
-_OPEN = frozenset({"/health", "/ready", "/version"})
+_OPEN = frozenset({"/", "/health", "/ready", "/version"})
+_OPEN_FOLDER = "/page/"
+_STATE = "may_change_layout"
 _ADMIN = frozenset({("POST", "/layout"), ("DELETE", "/layout/switch")})
 
 
@@ -82,7 +84,9 @@ class BearerAuth:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or refuse it."""
-        if scope["type"] == "http" and scope["path"] not in _OPEN and (refusal := self._refusal(scope)) is not None:
+        path = scope["path"]
+        needs_key = scope["type"] == "http" and path not in _OPEN and not path.startswith(_OPEN_FOLDER)
+        if needs_key and (refusal := self._refusal(scope)) is not None:
             await refusal.response()(scope, receive, send)
         else:
             await self._app(scope, receive, send)
@@ -100,9 +104,17 @@ class BearerAuth:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        if (scope["method"], scope["path"]) in _ADMIN and not any(matched and admin for matched, admin in matches):
+        is_admin = any(matched and admin for matched, admin in matches)
+        scope.setdefault("state", {})[_STATE] = is_admin
+        if (scope["method"], scope["path"]) in _ADMIN and not is_admin:
             return ApiError(403, "this API key may not change the layout; an admin's may", code="insufficient_scope")
         return None
+
+
+def may_change_layout(scope: Scope) -> bool:
+    """Whether a request that was let in has a key of the admin scope; anybody has, where there are no keys."""
+    allowed: bool = scope.get("state", {}).get(_STATE, True)
+    return allowed
 
 
 def _digest(secret: bytes) -> bytes:

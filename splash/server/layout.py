@@ -28,27 +28,11 @@ def layout_router(service: Service) -> APIRouter:
     router = APIRouter()
     engine = service.engine
 
-    def state() -> Response:
-        active = engine.active_switch
-        return answer(
-            {
-                "layout": engine.layout,
-                "policy": engine.policy,
-                "pinned": engine.pinned,
-                "decision": None if engine.decision is None else msgspec.to_builtins(engine.decision),
-                "ranks": engine.ranks,
-                "hardware": engine.hardware,
-                "layouts": [name for name in LAYOUTS if _is_usable(name, engine)],
-                "methods": METHODS,
-                "active": None if active is None else _json(active),
-            }
-        )
-
     @router.get("/layout")
     async def get_layout() -> Response:
         """The layout, who chooses it and why, those that this model could run in here, and the switch under way."""
         service.check_ready()
-        return state()
+        return answer(layout_state(engine))
 
     @router.post("/layout")
     async def switch_layout(body: LayoutRequest, request: Request) -> Response:
@@ -61,7 +45,7 @@ def layout_router(service: Service) -> APIRouter:
             if body.rebalance or body.method != AUTO:
                 raise bad_option(ConfigError("layout", f"{AUTO} leaves method and owners to the policy"))
             await engine.follow_policy()
-            return state()
+            return answer(layout_state(engine))
         try:
             # A client that leaves does not end the switch: the engine serves others too.
             switching = engine.switch(body.layout, body.method, rebalance=body.rebalance)
@@ -91,6 +75,22 @@ def layout_router(service: Service) -> APIRouter:
         return answer(_json(record))
 
     return router
+
+
+def layout_state(engine: AsyncEngine) -> dict[str, Any]:
+    """The layout, who chooses it and why, those that could serve here, and the switch under way, as JSON values."""
+    active = engine.active_switch
+    return {
+        "layout": engine.layout,
+        "policy": engine.policy,
+        "pinned": engine.pinned,
+        "decision": None if engine.decision is None else msgspec.to_builtins(engine.decision),
+        "ranks": engine.ranks,
+        "hardware": engine.hardware,
+        "layouts": [name for name in LAYOUTS if _is_usable(name, engine)],
+        "methods": METHODS,
+        "active": None if active is None else _json(active),
+    }
 
 
 def _is_usable(name: str, engine: AsyncEngine) -> bool:

@@ -4,6 +4,8 @@
     agree       every rank learns whether every rank has read layer l; this is also the barrier between reads and writes
     settle(l)   staged copies are written back; from here on layer l is in the target state
 
+Where copies are queued on the device and overwrite nothing alive, one agreement serves for all layers.
+
 Reads need no other synchronisation: a switch begins at a step boundary, when no rank writes to what the source state
 holds, and after the agreement on a layer nobody reads it any more.
 """
@@ -34,21 +36,18 @@ class LayerCopies:
 
     def __init__(self, copies: RankCopies, geometry: ArenaGeometry, group: Rank) -> None:
         self._group = group
-        token, slot = geometry.kv.token_bytes, geometry.slot_bytes
-        size = (copies.last - copies.first) * token
-        skipped = copies.first * token
-        start = copies.source.astype(np.int64) * slot + skipped
-        to = copies.target.astype(np.int64) * slot + skipped
-        weights = [
-            (peer, *geometry.run(module, head_group))
-            for head_group, peer in copies.weights
-            for module in geometry.modules
-        ]
-        peers = np.r_[copies.peer.astype(np.int64), [peer for peer, _, _ in weights]].astype(np.int64)
-        start = np.r_[start, [offset for _, offset, _ in weights]].astype(np.int64)
-        to = np.r_[to, [offset for _, offset, _ in weights]].astype(np.int64)
-        size = np.r_[size, [length for _, _, length in weights]].astype(np.int64)
-        staged = np.r_[copies.staged, [copies.weights_staged] * len(weights)].astype(bool)
+        pages = np.concatenate([_page_extents(copies, plane, geometry) for plane in planes(geometry)])
+        weights = np.array(
+            [
+                (peer, offset, offset, length)
+                for head_group, peer in copies.weights
+                for offset, length in (geometry.run(module, head_group) for module in geometry.modules)
+            ],
+            dtype=np.int64,
+        ).reshape(-1, 4)
+        peers, to, start, size = np.concatenate((pages, weights)).T
+        num_planes = len(pages) // max(len(copies.peer), 1)
+        staged = np.r_[np.tile(copies.staged, num_planes), [copies.weights_staged] * len(weights)].astype(bool)
         place = np.zeros_like(to)
         place[staged] = np.cumsum(size[staged]) - size[staged]
         self.staging_bytes = int(size[staged].sum())
@@ -57,7 +56,7 @@ class LayerCopies:
         self._write_back = merge_extents(np.stack((to, place, size), axis=1)[staged])
         self._staging = torch.empty(self.staging_bytes, dtype=torch.uint8, device=group.device)
         foreign = peers != group.rank
-        is_weight = np.arange(len(peers)) >= len(copies.peer)
+        is_weight = np.arange(len(peers)) >= len(pages)
         self.kv_bytes = int(size[foreign & ~is_weight].sum())
         self.weight_bytes = int(size[foreign & is_weight].sum())
 
@@ -78,6 +77,27 @@ class LayerCopies:
         """Write what was staged to its place."""
         if len(self._write_back):
             self._group.copies.copy(self._group.arenas.local(layer), self._staging, self._write_back)
+
+
+def planes(geometry: ArenaGeometry) -> list[tuple[int, int]]:
+    """(offset in a page's slot, bytes a token) of each thing that is cached with a page, in order."""
+    latent, indexer = geometry.kv.latent_bytes, geometry.kv.indexer_bytes
+    return [(0, latent), *([(geometry.page_size * latent, indexer)] if indexer else [])]
+
+
+def _page_extents(copies: RankCopies, plane: tuple[int, int], geometry: ArenaGeometry) -> np.ndarray:
+    """(peer, to, from, bytes) of one plane of each page, int64 [n, 4]. Planes of whole pages join into one extent."""
+    offset, token_bytes = plane
+    begin = offset + copies.first * token_bytes
+    return np.stack(
+        (
+            copies.peer.astype(np.int64),
+            copies.target.astype(np.int64) * geometry.slot_bytes + begin,
+            copies.source.astype(np.int64) * geometry.slot_bytes + begin,
+            (copies.last - copies.first) * token_bytes,
+        ),
+        axis=1,
+    )
 
 
 def _by_peer(
@@ -166,7 +186,10 @@ class Handoff:
                 cause = error if rank == self._group.rank else ""
                 raise SwitchError(f"rank {rank} could not make ready for the switch{cause}", rank)
         self._any_copies = not all(empty for *_, empty in notes)
-        if self._any_copies and self._in_background:
+        self._is_free = self._group.copies.is_queued and self._manifest.abandonable
+        if self._any_copies and self._is_free:
+            self._queue()
+        elif self._any_copies and self._in_background:
             # One staging buffer: a layer is read ahead only once the layer before has been written back.
             ahead = 1 if self.copies.staging_bytes else self._num_layers
             for layer in range(ahead):
@@ -176,14 +199,34 @@ class Handoff:
     def _begin(self, layer: int) -> None:
         self._reading.append(self._group.copies.begin(lambda: self.copies.read(layer)))
 
+    def _queue(self) -> None:
+        """Queue the reads of all layers, and agree that every rank could.
+
+        Such reads overwrite nothing that is alive, and nothing else can go wrong with them. So ranks need not agree
+        on each layer, nor wait for each other's reads before they compute; the host does not wait at all.
+        """
+        status, error = READ_OK, ""
+        try:
+            for layer in range(self._num_layers):
+                self._begin(layer)
+        except Exception as failure:
+            status, error = READ_FAILED, f": {failure}"
+        for rank, (read,) in enumerate(self._gather(torch.tensor([[status]], dtype=torch.int64))):
+            if read == READ_FAILED:
+                self._abandon()
+                raise SwitchError(f"rank {rank} could not read{error if rank == self._group.rank else ''}", rank)
+
     def arrive(self, layer: int) -> None:
-        """Return once `layer` is in the target state on this rank and read by all.
+        """Return once `layer` is in the target state on this rank and, where it matters, read by all.
 
         Raises:
             SwitchError: on every rank alike, naming a rank that could not read. `recoverable` says whether the source
                 state is whole.
         """
         if not self._any_copies:
+            return
+        if self._is_free:
+            self._reading[layer].wait()
             return
         started = time.perf_counter()
         status, error = READ_OK, ""
@@ -228,7 +271,7 @@ class Handoff:
 
     def received(self) -> tuple[list[int], list[int], float]:
         """(KV bytes by rank, weight bytes by rank, longest exposed seconds), over all layers, on every rank alike."""
-        micros = int(self.exposed_s * 1e6)
+        micros = int((self.exposed_s + sum(reading.waited_s() for reading in self._reading)) * 1e6)
         kv, weights = self.copies.kv_bytes * self._num_layers, self.copies.weight_bytes * self._num_layers
         notes = self._gather(torch.tensor([[kv, weights, micros]], dtype=torch.int64))
         return [kv for kv, _, _ in notes], [weights for _, weights, _ in notes], max(m for _, _, m in notes) / 1e6

@@ -1,8 +1,8 @@
-"""Run a function on every rank of a real group of processes.
+"""Run a function on every rank of a real group of processes, on the CPU or on GPUs.
 
     results = run_group("tests.cpu.programs_of_mine:exchange", ranks=4, arguments={"rows": 3})
 
-calls `exchange(rank: Rank, rows=3)` in four processes that share a CPU group and returns what they returned, by rank.
+calls `exchange(rank: Rank, rows=3)` in four processes that share a group and returns what they returned, by rank.
 A rank that fails, dies or hangs fails the call with `GroupError`, which says which rank it was and shows its traceback.
 Arguments and results travel as pickles between processes of one test run.
 
@@ -43,7 +43,9 @@ def run_group(
     *,
     num_layers: int = 1,
     geometry: object | None = None,
-    collectives: str = "shm",
+    platform: str = "cpu",
+    collectives: str | None = None,
+    attention: str = "auto",
     collective_timeout_s: float = 20.0,
     timeout_s: float = 60.0,
 ) -> list[Any]:
@@ -55,7 +57,9 @@ def run_group(
         arguments: keyword arguments, the same on every rank.
         num_layers: layers of the group's arenas.
         geometry: `ArenaGeometry` of the arenas; a tiny one by default.
-        collectives: "shm" or "gloo".
+        platform: "cpu" or "cuda".
+        collectives: "shm" or "gloo", on the CPU.
+        attention: the attention backend.
         collective_timeout_s: how long a collective waits for a peer.
         timeout_s: how long all of it may take.
 
@@ -65,7 +69,8 @@ def run_group(
     Raises:
         GroupError: a rank raised, died or did not finish in time.
     """
-    job = (target, ranks, dict(arguments or {}), num_layers, geometry, collectives, collective_timeout_s, timeout_s)
+    kind = (platform, collectives, attention)
+    job = (target, ranks, dict(arguments or {}), num_layers, geometry, kind, collective_timeout_s, timeout_s)
     connection = _nursery()
     connection.send_bytes(pickle.dumps(job))
     # The nursery enforces the timeout; what is added here covers its import of torch.
@@ -88,7 +93,8 @@ def _nursery() -> multiprocessing.connection.Connection:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.cpu.group", str(theirs.fileno())],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            # torch must look for GPUs without starting CUDA, which does not survive a fork.
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
         )
@@ -121,19 +127,24 @@ def _run(
     arguments: dict[str, object],
     num_layers: int,
     geometry: Any,
-    collectives: str,
+    kind: tuple[str, Any, str],
     collective_timeout_s: float,
     timeout_s: float,
 ) -> tuple[list[Any], list[str]]:
     """Fork the ranks and wait for them. Returns (results by rank, what went wrong)."""
     from splash.platform.cpu.platform import CpuPlatform
+    from splash.platform.registry import get_platform
 
+    name, collectives, attention = kind
     try:
         importlib.import_module(target.partition(":")[0])  # once, for all the forks to come
     except Exception:
         return [], [traceback.format_exc()]
-    platform = CpuPlatform(collectives)
-    handle = platform.create_group(ranks, num_layers, geometry or _tiny_geometry(ranks))
+    platform = CpuPlatform(collectives) if name == "cpu" else get_platform(name)
+    try:
+        handle = platform.create_group(ranks, num_layers, geometry or _tiny_geometry(ranks), attention)
+    except Exception:
+        return [], [traceback.format_exc()]
     pids, pipes, logs = [], [], []
     for rank in range(ranks):
         reader, writer = os.pipe()
@@ -216,6 +227,7 @@ def _become_rank(
         faulthandler.register(signal.SIGUSR1, log)
         try:
             module, _, function = target.partition(":")
+            os.environ.update(platform.rank_environment(info["ranks"]))
             member = platform.join(info, rank, collective_timeout_s)
             answer = pickle.dumps((True, getattr(importlib.import_module(module), function)(member, **arguments)))
         except BaseException:

@@ -38,14 +38,16 @@ def generate(
     max_tokens: Sequence[int],
     budget: int,
     dtype: str = "float32",
+    graph_rows: int = 0,
 ) -> dict[str, Any]:
-    """Greedy generation in each of `layouts`, one after another.
+    """Greedy generation in each of `layouts`, one after another, with decode steps of `graph_rows` rows as graphs.
 
     Returns, by layout: `tokens` a prompt; on rank 0 `logits` a prompt, float32 [max_tokens, V]; `pages_back`, whether
-    every page was free again at the end; and `steps`.
+    every page was free again at the end; `steps`; and how many of them were `replayed` as graphs.
     """
     torch.set_grad_enabled(False)
-    return {name: _generate(rank, model, geometry, name, prompts, max_tokens, budget, dtype) for name in layouts}
+    shared = (prompts, max_tokens, budget, dtype, graph_rows)
+    return {name: _generate(rank, model, geometry, name, *shared) for name in layouts}
 
 
 def _generate(
@@ -57,9 +59,10 @@ def _generate(
     max_tokens: Sequence[int],
     budget: int,
     dtype: str,
+    graph_rows: int,
 ) -> dict[str, Any]:
     max_model_len = max(len(prompt) + count for prompt, count in zip(prompts, max_tokens, strict=True))
-    runner = ModelRunner(model, geometry, rank, layout, dtype, max_model_len, ())
+    runner = ModelRunner(model, geometry, rank, layout, dtype, max_model_len, (), graph_rows=graph_rows)
     config = SchedulerConfig(len(prompts), budget, max_model_len, frozenset(), geometry.page_size)
     scheduler = Scheduler(config, PrefixCache.of_geometry(geometry, LAYOUTS[layout]))
     for number, (prompt, count) in enumerate(zip(prompts, max_tokens, strict=True)):
@@ -74,7 +77,7 @@ def _generate(
         output = _agree(rank, plan, scores)
         if scores is not None:
             for place, request in enumerate(output.requests):
-                logits[request].append(scores[place].numpy().copy())
+                logits[request].append(scores[place].cpu().numpy())
         for progress in scheduler.apply(output):
             tokens[progress.id].append(progress.token)
         steps += 1
@@ -83,6 +86,7 @@ def _generate(
         "logits": [np.stack(rows) if rows else None for rows in logits],
         "pages_back": scheduler.pool.num_free == scheduler.pool.num_total,
         "steps": steps,
+        "replayed": runner.graph_steps,
         "preemptions": scheduler.num_preemptions,
     }
 
@@ -90,7 +94,7 @@ def _generate(
 def _agree(rank: Rank, plan: StepPlan, scores: torch.Tensor | None) -> StepOutput:
     """The output of a step, on every rank: greedy tokens as rank 0 sees them."""
     requests = tuple(query.request for query in plan.queries if query.sample)
-    chosen = scores.argmax(dim=-1) if scores is not None else torch.empty(0, dtype=torch.int64)
+    chosen = torch.empty(0, dtype=torch.int64, device=rank.device) if scores is None else scores.argmax(dim=-1)
     counts = [len(requests), *[0] * (rank.size - 1)]
     tokens = rank.comm.all_gather(chosen, counts).tolist()
     return StepOutput(plan.step, plan.epoch, requests, tuple(tokens), (None,) * len(requests))

@@ -81,6 +81,9 @@ class FaultyArenas(Arenas):
     def local(self, layer: int) -> torch.Tensor:
         return self._arenas.local(layer)
 
+    def close(self) -> None:
+        self._arenas.close()
+
     def peer(self, rank: int, layer: int) -> torch.Tensor:
         if layer == self.broken_layer:
             self.failed += 1
@@ -164,6 +167,7 @@ class Replica:
         if order is not None and self._hits("memory"):
             transfer.LayerCopies = _no_memory
         self.arenas.broken_layer = self.fault.layer if self.fault and self._hits("read") else None
+        self.runner.settle_copies(run.ahead)
         output, outcome = self.runner.run(run.plan, order)
         if order is not None and self._hits("memory"):
             transfer.LayerCopies = LayerCopies
@@ -201,9 +205,10 @@ class Replica:
 
     def _agree(self, plan: StepPlan, output: StepOutput | None) -> StepOutput:
         requests = tuple(query.request for query in plan.queries if query.sample)
-        own = torch.tensor(output.tokens if output is not None else (), dtype=torch.int64)
-        tokens = self.rank.comm.all_gather(own, [len(requests), *[0] * (self.rank.size - 1)]).tolist()
-        return StepOutput(plan.step, plan.epoch, requests, tuple(tokens), (None,) * len(requests))
+        tokens = output.tokens if output is not None else ()
+        own = torch.tensor(tokens, dtype=torch.int64, device=self.rank.device)
+        agreed = self.rank.comm.all_gather(own, [len(requests), *[0] * (self.rank.size - 1)]).tolist()
+        return StepOutput(plan.step, plan.epoch, requests, tuple(agreed), (None,) * len(requests))
 
     def _take(self, progress: Sequence[Progress]) -> None:
         for item in progress:
@@ -249,7 +254,7 @@ class Replica:
             written: request -> positions to look at.
         """
         pages = {}
-        layers = [self.rank.arenas.local(layer).numpy() for layer in range(self.geometry.spec.num_layers)]
+        layers = [self.rank.arenas.local(layer).cpu().numpy() for layer in range(self.geometry.spec.num_layers)]
         slot_bytes, token = self.geometry.slot_bytes, self.geometry.kv.token_bytes
         for request in self.scheduler.running:
             assert request.held is not None

@@ -12,8 +12,11 @@ import torch
 
 from splash.core.errors import CapacityError, CheckpointError, ConfigError, RequestError, WorkerError
 from splash.core.request import SamplingParams
+from splash.engine import executor
+from splash.engine.config import AttentionOptions
 from splash.engine.executor import LocalGroup
 from splash.llm import LLM
+from splash.model.choice import ModelChoice
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
@@ -148,6 +151,13 @@ def test_bad_requests_harm_nobody(llm: LLM, prompt: list[int], params: SamplingP
         ({"kv_cache_gib": 1e-4}, CapacityError, "kv_cache_gib"),
         ({"model": "/nonexistent"}, CheckpointError, "/nonexistent"),
         ({"hardware": "vax"}, ConfigError, "vax"),
+        ({"load_format": "pickle"}, ConfigError, "safetensors, dummy"),
+        ({"mem_fraction": 1.5}, ConfigError, "mem_fraction: must be above 0 and at most 1"),
+        (
+            {"attention": AttentionOptions("triton")},
+            ConfigError,
+            "attention.backend: 'triton' does not work on the CPU",
+        ),
     ],
 )
 def test_bad_options_are_refused(
@@ -155,6 +165,18 @@ def test_bad_options_are_refused(
 ) -> None:
     with pytest.raises(error, match=words):
         LLM(**{"model": str(tiny_checkpoint("base")), "ranks": 2, "kv_cache_gib": 0.1, **options})
+
+
+def test_random_weights_need_no_checkpoint(tiny_checkpoint: Callable[[str], Path]) -> None:
+    """Two layers of a model that is not there, in the shapes of its configuration, the same on every start."""
+    config = ModelChoice("few", str(tiny_checkpoint("base")), num_layers=2).contents()
+    tokens = []
+    for layout in ("dop", "dp"):
+        options = {"load_format": "dummy", "model_config": config, "layout": layout, "ranks": 2, "kv_cache_gib": 0.05}
+        with LLM("not/there", **options) as llm:
+            assert llm.engine.model_config.spec.num_layers == 2
+            tokens.append(llm.generate([5, 6, 7], GREEDY)[0].tokens)
+    assert tokens[0] == tokens[1] and len(set(tokens[0])) > 1
 
 
 def test_damaged_weights_are_refused(tiny_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
@@ -168,6 +190,22 @@ def test_damaged_weights_are_refused(tiny_checkpoint: Callable[[str], Path], tmp
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="only safetensors are read"):
         LLM(str(tmp_path), ranks=2, kv_cache_gib=0.1)
+
+
+def test_a_rank_that_stops_is_named_though_no_collective_can(
+    tiny_checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a device whose collectives are queued, where rank 0 waits and cannot tell for whom."""
+    monkeypatch.setattr(executor, "COLLECTIVE_SHARE", 100.0)
+    monkeypatch.setattr(executor, "STOP_TIMEOUT_S", 0.5)
+    with LLM(str(tiny_checkpoint("base")), ranks=3, layout="dp", kv_cache_gib=0.05, step_timeout_s=2.0) as llm:
+        llm.generate([5, 6, 7], GREEDY)
+        group = llm.engine.loop.executor
+        assert isinstance(group, LocalGroup)
+        os.kill(group.pids[1], signal.SIGSTOP)
+        with pytest.raises(WorkerError, match=r"held up by rank 1$") as stopped:
+            llm.generate([5, 6, 7], GREEDY)
+        assert stopped.value.rank == 1
 
 
 def test_a_killed_rank_is_named_and_nothing_is_left(tiny_checkpoint: Callable[[str], Path]) -> None:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from splash.core.diff import Diff, diff
-from splash.core.layout import LAYOUTS, Layout
+from splash.core.layout import Layout
 from splash.core.memory import ArenaGeometry
-from splash.core.ownership import State, page_holders, weight_holders
+from splash.core.ownership import State
 from splash.core.request import SamplingParams
 from splash.engine import ahead, switching
 from splash.engine.outputs import GenerationRequest
@@ -21,11 +21,7 @@ from splash.llm import LLM
 from splash.switch.manifest import Occupancy, plan_switch
 from splash.switch.orders import SwitchRecord
 from tests.cpu.replica import Job, Limits
-from tests.cpu.switch_cases import JOBS, METHODS, PAGE_SIZE, Reference, check, jobs_of, run
-
-# Every direction between two of five layouts once, ending where it begins.
-CIRCUIT = "tp dp tp cp tp dop tp dcp dp cp dp dop dp dcp cp dop cp dcp dop dcp tp".split()
-
+from tests.cpu.switch_cases import CIRCUIT, JOBS, METHODS, PAGE_SIZE, Reference, check, check_walk, jobs_of, run
 
 # -- every direction, every way, through the real engine ---------------------------------------------------------------
 
@@ -260,22 +256,5 @@ def test_bytes_survive_every_direction(
         "limits": Limits(max_model_len=400, step_bytes=256 << 10),
     }
     results = run(model, "walk", ranks, max(num_pages, 70), arguments)
-    written = results[0]["written"]
-    first: dict[Any, str] = {}
-    for hop, layout in enumerate(CIRCUIT):
-        seen = [result["seen"][hop] for result in results]
-        assert {one["layout"] for one in seen} == {layout}, results[0]["records"]
-        for rank, one in enumerate(seen):
-            groups = np.flatnonzero(weight_holders(LAYOUTS[layout], ranks)[:, rank])
-            assert sorted(one["weights"]) == groups.tolist()
-            for key, digest in itertools.chain(one["pages"].items(), one["weights"].items()):
-                assert first.setdefault(key, digest) == digest, f"{key} on rank {rank} after hop {hop} to {layout}"
-        assert hop < 5 or seen[0]["running"]
-        for request in seen[0]["running"]:
-            positions = written[request]
-            numbers = np.arange(-(-positions // PAGE_SIZE))
-            owner = next((rank for rank, one in enumerate(seen) if (request, 0) in one["pages"]), 0)
-            rule = page_holders(numbers, np.full(len(numbers), owner), LAYOUTS[layout], ranks)
-            held = [[(request, int(number)) in one["pages"] for one in seen] for number in numbers]
-            assert held == rule.tolist(), f"request {request} in {layout}"
+    check_walk(results, CIRCUIT)
     check(results[0], reference(jobs))

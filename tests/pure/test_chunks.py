@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splash.core.layout import DP, TP
+from splash.core.layout import CP, DCP, DOP, DP, KV, LAYOUTS, TP, Layout
+from splash.core.pages import HeldPages
 from splash.scheduler.chunks import MAX_UNFINISHED, share_rows
 from splash.scheduler.load import StepLoad
+from splash.scheduler.prefix_cache import PrefixCache
 from splash.scheduler.scheduler import LOOK_AHEAD, Scheduler
 from tests.pure.test_scheduler import VOCABULARY, FakeGroup, drain, greedy, make
 
@@ -90,6 +94,153 @@ def test_examples(left: list[int], budget: int, rows: list[int]) -> None:
 def test_a_less_important_prompt_has_what_is_left() -> None:
     assert share_rows([30, 500, 10], [0, 1, 1], 100) == [30, 60, 10]
     assert share_rows([300, 1], [0, 1], 100) == [100, 0]
+
+
+# --- by owner ---
+
+
+@st.composite
+def owned_prompts(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], list[int], int]:
+    """(tokens left, priorities, owners, rows that each rank has beside them, budget)"""
+    ranks = draw(st.integers(1, 4))
+    prompts = sorted(draw(PROMPTS), key=lambda prompt: prompt[0])
+    owners = draw(st.lists(st.integers(0, ranks - 1), min_size=len(prompts), max_size=len(prompts)))
+    busy = draw(st.lists(st.integers(0, 60), min_size=ranks, max_size=ranks))
+    return [each[1] for each in prompts], [each[0] for each in prompts], owners, busy, draw(st.integers(0, 300))
+
+
+@given(case=owned_prompts())
+def test_by_owner_rows_are_used_up_by_importance_and_no_rank_waits_long_for_another(
+    case: tuple[list[int], list[int], list[int], list[int], int],
+) -> None:
+    left, priorities, owners, busy, budget = case
+    rows = share_rows(left, priorities, budget, owners, busy)
+    assert all(0 <= count <= most for count, most in zip(rows, left, strict=True))
+    assert sum(rows) == min(budget, sum(left)), "no row is wasted, and none is made up"
+    work = list(busy)
+    for priority in sorted(set(priorities)):
+        peers = [at for at, each in enumerate(priorities) if each == priority]
+        ranks = sorted({owners[at] for at in peers})
+        offered = budget - sum(rows[at] for at, each in enumerate(priorities) if each < priority)
+        assert sum(rows[at] for at in peers) == min(offered, sum(left[at] for at in peers)), "importance is strict"
+        half_a_share = -(-offered // (2 * len(ranks)))
+        first = owners[peers[0]]
+        assert rows[peers[0]] >= min(left[peers[0]], (half_a_share + 1) // 2), "the oldest progresses"
+        shares = {rank: sum(rows[at] for at in peers if owners[at] == rank) for rank in ranks}
+        wanted = {rank: sum(left[at] for at in peers if owners[at] == rank) for rank in ranks}
+        for rank in ranks:
+            mine = [at for at in peers if owners[at] == rank]
+            assert [rows[at] for at in mine] == share_rows([left[at] for at in mine], [0] * len(mine), shares[rank])
+        for rank in ranks:  # who had rows could not have given them to a rank that has less to do
+            for other in ranks:
+                if shares[rank] and shares[other] < wanted[other] and (rank != first or shares[rank] > half_a_share):
+                    assert work[rank] + shares[rank] <= work[other] + shares[other] + 1
+        for rank in ranks:
+            work[rank] += shares[rank]
+
+
+@pytest.mark.parametrize(
+    ("left", "owners", "busy", "budget", "rows"),
+    [
+        ([1000, 1000], [0, 1], [0, 0], 100, [50, 50]),
+        ([1000, 1000], [0, 0], [0, 0], 100, [100, 0]),  # one owner computes one after the other
+        ([1000, 20, 1000], [0, 1, 2], [0, 0, 0], 100, [40, 20, 40]),
+        ([1000, 1000], [0, 1], [20, 0], 100, [40, 60]),  # decodes are work as well
+        ([1000, 1000], [0, 1], [200, 0], 100, [25, 75]),  # the oldest has half of its share at least
+        ([1000, 1000], [0, 1], [0, 200], 100, [100, 0]),
+        ([1000, 1000, 10], [0, 1, 0], [0, 0], 100, [40, 50, 10]),
+        ([9, 9, 9], [2, 1, 0], [0, 0, 0], 4, [2, 1, 1]),
+    ],
+)
+def test_examples_by_owner(left: list[int], owners: list[int], busy: list[int], budget: int, rows: list[int]) -> None:
+    assert share_rows(left, [0] * len(left), budget, owners, busy) == rows
+
+
+def test_a_less_important_prompt_has_what_is_left_by_owner() -> None:
+    assert share_rows([30, 500, 500], [0, 1, 1], 100, [0, 0, 1], [0, 0]) == [30, 20, 50]
+    assert share_rows([300, 1], [0, 1], 100, [0, 1], [0, 0]) == [100, 0]
+
+
+@given(
+    left=st.lists(st.integers(1, 300), min_size=1, max_size=8),
+    owners=st.lists(st.integers(0, 2), min_size=8, max_size=8),
+    busy=st.lists(st.integers(0, 30), min_size=3, max_size=3),
+    budget=st.integers(1, 64),
+)
+def test_by_owner_the_oldest_takes_a_bounded_number_of_steps(
+    left: list[int], owners: list[int], busy: list[int], budget: int
+) -> None:
+    oldest, steps, most = left[0], 0, 4 * 3
+    while left:
+        rows = share_rows(left, [0] * len(left), budget, owners[: len(left)], busy)
+        steps += 1
+        if rows[0] == left[0] and oldest:
+            assert steps <= -(-most * oldest // budget) + 1
+            oldest = 0
+        going_on = [at for at, count in enumerate(rows) if count < left[at]]
+        left, owners = [left[at] - rows[at] for at in going_on], [owners[at] for at in going_on]
+        assert sum(rows) >= 1
+
+
+@pytest.mark.parametrize("layout", [DP, DOP], ids=str)
+def test_every_owner_has_a_long_prompt_to_compute_and_few_wait_half_done(layout: Layout) -> None:
+    scheduler, group = make(layout, (400,) * 4, max_num_seqs=64, max_batched_tokens=32, max_model_len=300)
+    for id in range(16):
+        scheduler.add(id, prompt(200 - 7 * id, id), greedy(max_tokens=1), 0)
+    while scheduler.num_waiting:
+        plan = scheduler.schedule()
+        assert plan is not None
+        rows = Counter[int]()
+        for query in plan.queries:
+            rows[query.owner] += len(query.tokens)
+        assert sum(rows.values()) == 32
+        assert set(rows) == {0, 1, 2, 3} or not scheduler.num_waiting, "nobody idles while a prompt waits"
+        scheduler.apply(group.run(plan))
+        unfinished = [request for request in scheduler.running if len(request.tokens) - request.num_computed > 1]
+        assert len(unfinished) <= 4 * MAX_UNFINISHED
+    drain(scheduler, group)
+
+
+@pytest.mark.parametrize("layout", [TP, CP, DCP], ids=str)
+def test_elsewhere_long_prompts_are_computed_one_after_the_other(layout: Layout) -> None:
+    scheduler, group = make(layout, (400,) * 4, max_batched_tokens=32, max_model_len=300)
+    for id in range(4):
+        scheduler.add(id, prompt(200, id), greedy(max_tokens=1), 0)
+    assert run(scheduler, group) == {0: 32}
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_prompt_goes_where_it_has_rows_unless_it_finds_more_elsewhere(is_known: bool) -> None:
+    scheduler, group = make(DP, (400,) * 2, max_batched_tokens=16, max_model_len=300, prefix_cache=True)
+    scheduler.add(0, prompt(100, 0), greedy(max_tokens=90), 0)
+    while run(scheduler, group) != {0: 1}:
+        pass
+    scheduler.add(1, prompt(60, 1), greedy(max_tokens=1), 0)
+    assert run(scheduler, group) == {0: 1, 1: 15}, "on the rank that has fewer tokens, which it keeps busy"
+    beginning = prompt(60, 1)[:12] if is_known else []
+    scheduler.add(2, [*beginning, *prompt(50, 2)], greedy(max_tokens=1), 0)
+    assert run(scheduler, group) == ({0: 1, 1: 15} if is_known else {0: 1, 1: 8, 2: 7})
+    drain(scheduler, group)
+
+
+def test_the_rule_follows_the_layout_of_the_step() -> None:
+    """After a change of layout, of the same requests with the same owners."""
+    rows = {}
+    for layout in LAYOUTS.values():
+        scheduler, group = make(DP, (400,) * 2, max_batched_tokens=16, max_model_len=300)
+        for id in range(2):
+            scheduler.add(id, prompt(200, id), greedy(max_tokens=1), 0)
+        run(scheduler, group)
+        pool = PrefixCache(layout, [np.arange(400)] * 2)
+        held = {request.id: HeldPages(request.held.owner, 2) for request in scheduler.running if request.held}
+        for request in scheduler.running:
+            assert request.held is not None and pool.grow(held[request.id], len(request.held))
+        scheduler.rebase(pool, held)
+        plan = scheduler.schedule()
+        assert plan is not None and plan.layout == layout.name
+        rows[layout] = {query.request: len(query.tokens) for query in plan.queries}
+    for layout, shared in rows.items():
+        assert shared == ({0: 8, 1: 8} if layout.kv is KV.REQUEST else {0: 16})
 
 
 # --- in the scheduler ---
@@ -179,13 +330,14 @@ def test_what_is_cached_makes_a_long_prompt_short() -> None:
     max_num_seqs=st.integers(1, 12),
     num_priorities=st.integers(1, 3),
     prefix_cache=st.booleans(),
+    layout=st.sampled_from(sorted(LAYOUTS)).map(LAYOUTS.__getitem__),
 )
 def test_the_step_that_is_predicted_is_the_one_that_is_planned(
-    seed: int, max_batched_tokens: int, max_num_seqs: int, num_priorities: int, prefix_cache: bool
+    seed: int, max_batched_tokens: int, max_num_seqs: int, num_priorities: int, prefix_cache: bool, layout: Layout
 ) -> None:
     """Of what runs, while nobody is admitted and nobody lacks a page."""
     scheduler, group = make(
-        DP, (400,) * 3, max_num_seqs, max_batched_tokens, 100, page_size=2, seed=seed, prefix_cache=prefix_cache
+        layout, (600,) * 3, max_num_seqs, max_batched_tokens, 100, page_size=2, seed=seed, prefix_cache=prefix_cache
     )
     rng = random.Random(seed)
     for id in range(60):
@@ -194,7 +346,7 @@ def test_the_step_that_is_predicted_is_the_one_that_is_planned(
             scheduler.add(id, prompt, greedy(max_tokens=rng.randint(1, 20)), 0, rng.randrange(num_priorities))
         scheduler.holds_admission = rng.random() < 0.5
         num_preemptions = scheduler.num_preemptions
-        predicted = StepLoad.of_requests(scheduler.running, 3, max_batched_tokens)
+        predicted = StepLoad.of_requests(scheduler.running, layout, 3, max_batched_tokens)
         plan = scheduler.schedule()
         if plan is None:
             continue

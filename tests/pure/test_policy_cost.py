@@ -16,9 +16,12 @@ from splash.core.layout import DCP, DOP, DP, KV, LAYOUTS, TP, Layout
 from splash.core.memory import ArenaGeometry
 from splash.scheduler.cost_model import CostModel
 from splash.scheduler.cost_policy import CostPolicy
+from splash.scheduler.outlook import Forecaster
 from splash.scheduler.owners import balance_owners
 from splash.scheduler.policy import PolicyConfig
 from splash.scheduler.request import Request
+from splash.scheduler.room import Room
+from splash.scheduler.traffic import Arrivals, Outputs
 from tests.policy_loads import decoding, limits, request, situation
 from tests.pure.test_cost_model import H200, shipped
 
@@ -190,13 +193,30 @@ def test_heads_that_cannot_be_shared_leave_two_layouts() -> None:
 
 def test_where_memory_limits_admission_it_prefers_the_layout_that_admits_more() -> None:
     """With the same batch dp is faster; with two pages of every three taken by its weights, dop runs more at once."""
-    waiting = [request(100 + i, None, 1000, 0, max_tokens=20_000) for i in range(200)]
+    waiting = [request(100 + i, None, 2000, 0, max_tokens=20_000) for i in range(200)]
     few_slots = dataclasses.replace(GEOMETRY, num_slots=GEOMETRY.num_weight_slots + 450)
     running = decoding(24, 9000, output=8000, max_tokens=20_000)
     roomy, tight = Drive(cost_policy(), DP), Drive(cost_policy(few_slots), DP)
     assert roomy.settle(running, waiting).target == "dp" and not roomy.switches
     tight.settle(running, waiting)
     assert tight.layout is not DP and GEOMETRY.page_slots(tight.layout, 0).size > GEOMETRY.page_slots(DP, 0).size
+
+
+def test_prompts_of_many_owners_are_predicted_as_they_are_planned() -> None:
+    """One after another where every rank takes part, one of each owner at once where they are computed by owner."""
+    forecaster = Forecaster(H200, Room(GEOMETRY, H200.layouts, 1 << 40), 512, 8192, horizon_s=1e4)
+    for count, owners in ((32, 8), (3, 3)):
+        waiting = [request(100 + i, None, 100_000, 0) for i in range(count)]
+        load = situation(0.0, DP, decoding(8, 1000), waiting)
+        outlook = forecaster.look(load, Arrivals(), Outputs())
+        (shared,), (owned,) = outlook.shared[:1], outlook.owned[:1]
+        assert (shared.chunks, owned.chunks) == (1, owners) and owned.top_rows == owned.rows
+        for prefill in (shared, owned):
+            assert prefill.steps * prefill.chunks * prefill.rows == pytest.approx(100_000 * count)
+            assert prefill.chunks * prefill.rows == pytest.approx(8192, rel=0.25)
+    short = [request(100 + i, None, 100, 0) for i in range(10)]
+    (owned,) = forecaster.look(situation(0.0, DP, decoding(8, 1000), short), Arrivals(), Outputs()).owned[:1]
+    assert owned.chunks == pytest.approx(10, rel=0.25), "short ones all begin in one step"
 
 
 def test_a_switch_that_the_rest_of_the_work_does_not_pay_for_is_left() -> None:

@@ -12,7 +12,7 @@ from splash.core.pages import HeldPages
 from splash.core.request import SamplingParams
 from splash.core.step import StepOutput
 from splash.scheduler.config import SchedulerConfig
-from splash.scheduler.owners import choose_owner
+from splash.scheduler.owners import owners_with_room
 from splash.scheduler.prefix_cache import CachedPage, PrefixCache, extend_keys
 from splash.scheduler.scheduler import Scheduler
 
@@ -121,8 +121,8 @@ def test_what_is_shared_is_no_room_for_the_rest() -> None:
 def test_an_owner_is_chosen_by_load_less_what_it_has_cached() -> None:
     pool = pool_of(DP, slots=16)
     page = CachedPage(b"", b"", 0, 0, 1, (-1, 0), refs=1)
-    assert choose_owner(pool, [10, 20], 3, 3, [[], [page]], page_size=4) == 0
-    assert choose_owner(pool, [10, 20], 4, 4, [[], [page] * 3], page_size=4) == 1
+    assert next(owners_with_room(pool, [10, 20], 3, 3, [[], [page]], page_size=4), None) == 0
+    assert next(owners_with_room(pool, [10, 20], 4, 4, [[], [page] * 3], page_size=4), None) == 1
 
 
 def test_a_page_is_found_once_its_step_is_over_and_the_last_token_is_computed_again() -> None:

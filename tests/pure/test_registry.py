@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from splash.core.errors import ConfigError, PlatformUnavailable
+from splash.core.errors import CapacityError, ConfigError, PlatformUnavailable
 from splash.platform import registry
 from splash.platform.base import Availability, Platform
 from splash.platform.cpu.platform import CpuPlatform
@@ -93,9 +93,7 @@ def test_vendor_libraries_may_fail_in_any_way(
 
 
 @pytest.mark.parametrize(("name", "build"), [("cuda", {"cuda": "13.0"}), ("rocm", {"hip": "7.0"})])
-def test_devices_are_shown_and_serving_on_them_refused_honestly(
-    monkeypatch: pytest.MonkeyPatch, name: str, build: dict[str, str]
-) -> None:
+def test_devices_are_shown(monkeypatch: pytest.MonkeyPatch, name: str, build: dict[str, str]) -> None:
     on(monkeypatch, **build, devices=2)
     monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
     platform = registry.get_platform(name)
@@ -104,10 +102,39 @@ def test_devices_are_shown_and_serving_on_them_refused_honestly(
         (1, "Pretend 9000", 60),
     ]
     assert platform.default_ranks() == 2
+
+
+def test_serving_on_amd_is_refused_honestly(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, hip="7.0", devices=2)
+    platform = registry.get_platform("rocm")
     for refuse in (lambda: platform.create_group(2, 1, None), lambda: platform.join({}, 0, 1.0)):
         with pytest.raises(PlatformUnavailable, match=r"Pretend 9000 found.* does not serve on .*\+hardware=cpu"):
             refuse()
     assert registry.detect().name == "cpu"
+
+
+def test_nvidia_gpus_serve_with_a_gpu_a_rank_or_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, cuda="13.0", devices=2)
+    platform = registry.detect()
+    assert platform.name == "cuda" and "2 x Pretend 9000, CUDA 13.0" in platform.availability().reason
+    geometry = SimpleNamespace(arena_bytes=1000)
+    for ranks, devices in ((1, [0]), (2, [0, 1]), (4, [0, 0, 1, 1])):
+        handle = platform.create_group(ranks, 3, geometry)
+        handle.close()
+        assert handle.info["devices"] == devices
+    with pytest.raises(ConfigError, match=r"attention.backend: 'aiter' is not usable here; choose auto or one of"):
+        platform.create_group(2, 3, geometry, "aiter")
+
+
+def test_arenas_get_what_other_things_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, cuda="13.0", devices=2)  # of 64 GiB, of which 60 are free
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    platform = registry.get_platform("cuda")
+    assert platform.arena_budget(2, 10 << 30, 0.75) == (48 - 10 - 1) << 30
+    assert platform.arena_budget(2, 10 << 30, 1.0) == (60 - 10 - 1) << 30, "no more than is free"
+    assert platform.arena_budget(4, 10 << 30, 0.75) == (24 - 10 - 1) << 30, "two ranks share a GPU"
+    with pytest.raises(CapacityError, match=r"gives each of 2 ranks a GPU 24.00 GiB. .* take 23.50 GiB"):
+        platform.arena_budget(4, 47 << 29, 0.75)
 
 
 def test_detect_prefers_an_accelerator_and_explains_when_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

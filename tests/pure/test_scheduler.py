@@ -18,7 +18,7 @@ from splash.core.ownership import page_holders
 from splash.core.request import SamplingParams, TokenLogprob
 from splash.core.step import NO_SLOT, StepOutput, StepPlan
 from splash.scheduler.config import SchedulerConfig
-from splash.scheduler.owners import choose_owner
+from splash.scheduler.owners import owners_with_room
 from splash.scheduler.prefix_cache import PrefixCache
 from splash.scheduler.request import Progress
 from splash.scheduler.scheduler import Scheduler
@@ -459,7 +459,7 @@ def test_owners_are_balanced_in_every_layout(layout: Layout) -> None:
 
 def test_owner_is_the_least_loaded_rank_that_has_room() -> None:
     pool = PrefixCache(DP, [np.arange(4), np.arange(9), np.arange(9), np.arange(7)])
-    assert choose_owner(pool, [0, 5, 5, 9], 3, 4) == 0
-    assert choose_owner(pool, [0, 5, 5, 9], 3, 5) == 1
-    assert choose_owner(pool, [9, 9, 9, 9], 3, 4) == 1
-    assert choose_owner(pool, [9, 9, 9, 9], 3, 10) is None
+    assert next(owners_with_room(pool, [0, 5, 5, 9], 3, 4), None) == 0
+    assert next(owners_with_room(pool, [0, 5, 5, 9], 3, 5), None) == 1
+    assert next(owners_with_room(pool, [9, 9, 9, 9], 3, 4), None) == 1
+    assert next(owners_with_room(pool, [9, 9, 9, 9], 3, 10), None) is None

@@ -251,3 +251,15 @@ def test_models_that_do_not_fit_are_refused() -> None:
     small = dataclasses.replace(B200, costs=None)
     with pytest.raises(ConfigError, match="costs"):
         simulate(config(hardware=small), workload("fixed", num_requests=1))
+
+
+def test_hidden_lengths_change_nothing_that_was_not_told() -> None:
+    """Outputs end where they do, whatever the requests allow; an allowance below cuts them."""
+    requests = workload("poisson", num_requests=30, rate=20)
+    told, hidden = simulate(config(), requests), simulate(config(max_output_len=4096), requests)
+    assert plain(hidden) == plain(told)
+    cut = simulate(config(max_output_len=40), requests)
+    assert cut.num_output.tolist() == np.minimum(requests.output_len, 40).tolist()
+    every_step = Simulation(config(max_output_len=4096), requests, every_step=True)
+    run(every_step, {})
+    assert plain(every_step.result()) == plain(hidden)

@@ -22,17 +22,23 @@ from tokenizers import Tokenizer as Backend
 
 from splash.core.decision import Decision
 from splash.core.errors import ConfigError, SplashError, WorkerError
-from splash.core.layout import check_layout, parse_layout
-from splash.core.request import TokenLogprob
+from splash.core.layout import LAYOUTS, check_layout, parse_layout
+from splash.core.request import SamplingParams, TokenLogprob
 from splash.engine.engine import EngineStats
+from splash.engine.history import Sample, StepTime, SwitchEvent
 from splash.engine.metrics import EngineMetrics
-from splash.engine.outputs import GenerationRequest, RequestOutput
+from splash.engine.outputs import GenerationRequest, Live, RequestOutput
+from splash.engine.picture import picture
 from splash.engine.text import OutputText
 from splash.engine.tokenizer import Tokenizer
+from splash.scheduler.config import SchedulerConfig
+from splash.scheduler.prefix_cache import PrefixCache
+from splash.scheduler.scheduler import Scheduler
 from splash.server.app import create_app
 from splash.server.auth import ApiKey
 from splash.server.settings import ServerSettings
 from splash.switch.orders import METHODS, SwitchRecord
+from tests.arenas import tiny_geometry
 
 SPECIALS = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|hang|>", "<|silent|>", "<|die|>", "<|fail|>")
 TEMPLATE = (
@@ -90,7 +96,10 @@ class ScriptedEngine:
     error: SplashError | None = None
     restarting: bool = False
     requests: list[GenerationRequest] = field(default_factory=list)
-    live: set[str] = field(default_factory=set)
+    running: set[str] = field(default_factory=set)
+    samples: list[Sample] = field(default_factory=list)
+    events: list[SwitchEvent] = field(default_factory=list)
+    looks: int = 0  # how often it was asked what is to be seen
     hanging: threading.Event = field(default_factory=threading.Event)
     aborted: threading.Event = field(default_factory=threading.Event)
     switch_ends: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -111,13 +120,30 @@ class ScriptedEngine:
 
     def stats(self) -> EngineStats:
         pages = (8,) * self.ranks
-        return EngineStats(self.layout, len(self.live), 0, pages, pages, 0, 0, 0, 0, 0)
+        return EngineStats(self.layout, len(self.running), 0, pages, pages, 0, 0, 0, 0, 0)
+
+    async def live(self) -> Live:
+        self.looks += 1
+        geometry = tiny_geometry(self.ranks, 8, 4, 16, 32)
+        scheduler = Scheduler(
+            SchedulerConfig(8, 16, 64, frozenset(), 4, False), PrefixCache.of_geometry(geometry, LAYOUTS[self.layout])
+        )
+        for number in range(2):
+            scheduler.add(number, [1] * 9, SamplingParams(max_tokens=5), seed=0)
+        scheduler.schedule()
+        return Live(
+            now_s=10.0,
+            picture=picture(scheduler, geometry, {0: "cmpl-secret"}),
+            samples=self.samples,
+            events=self.events,
+            step_times={self.layout: StepTime(2.5, 9.5, 100)},
+        )
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
         if self.error is not None:
             raise self.error
         self.requests.append(request)
-        self.live.add(request.id)
+        self.running.add(request.id)
         finished = False
         try:
             async for output in self._outputs(request):
@@ -125,7 +151,7 @@ class ScriptedEngine:
                 finished = output.finish_reason is not None
                 yield output
         finally:
-            self.live.discard(request.id)
+            self.running.discard(request.id)
             if not finished:
                 self.aborted.set()
 

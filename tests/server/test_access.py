@@ -88,7 +88,7 @@ def test_bodies_have_a_limit(serve: Callable[..., Any]) -> None:
         response = served.http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
         assert response.status_code == 413
         assert response.json()["error"]["code"] == "body_too_large"
-    assert not served.engine.live
+    assert not served.engine.running
 
 
 def test_other_web_pages_get_nothing(serve: Callable[..., Any]) -> None:

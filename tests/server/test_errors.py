@@ -312,4 +312,4 @@ def test_the_engine_dies_under_a_stream(served: Any, n: int) -> None:
     )
     with pytest.raises(openai.APIError, match="rank 1 died"):
         list(stream)
-    assert not served.engine.live
+    assert not served.engine.running

@@ -59,7 +59,7 @@ def until_idle(served: Any) -> None:
     for _ in range(1000):
         if served.http.get("/health").json()["running"] == 0:
             return
-    raise AssertionError(f"still running: {served.engine.live}")
+    raise AssertionError(f"still running: {served.engine.running}")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -77,4 +77,4 @@ def test_stopping_ends_requests_after_their_grace(serve: Callable[..., Any], str
     asking.join(20)
     assert "the server is shutting down" in answers[0].text
     assert "[DONE]" not in answers[0].text
-    assert not served.engine.live
+    assert not served.engine.running

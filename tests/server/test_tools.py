@@ -235,7 +235,7 @@ def test_a_grammar_that_fails_on_the_way_is_an_error(served: Any, stream: bool) 
     with pytest.raises(openai.APIError, match="too costly") as failed:
         list(chat(served, [{"role": "user", "content": "<|fail|>"}], stream=stream))
     assert failed.value.code == "grammar_failed"
-    assert not served.engine.live
+    assert not served.engine.running
 
 
 def test_a_template_without_tools_refuses_them(serve: Callable[..., Any], tmp_path: Path, request: Any) -> None:

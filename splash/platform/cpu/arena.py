@@ -38,3 +38,6 @@ class SharedArenas(Arenas):
 
     def peer(self, rank: int, layer: int) -> torch.Tensor:
         return self._tensors[rank][layer]
+
+    def close(self) -> None:
+        self._tensors.clear()

@@ -1,4 +1,4 @@
-"""Paged latent attention in plain torch: the CPU's production path and every platform's numeric oracle.
+"""Paged latent attention in plain torch, on any device: the CPU's production path and everybody's numeric oracle.
 
 Pages ascend within a sequence, so a row sees the first so many of its sequence's listed keys. That count is all that
 a mask needs; it is worked out once a step and kept in `AttentionBatch.device_state` for every layer.
@@ -37,10 +37,10 @@ class CpuAttention(AttentionBackend):
     ) -> torch.Tensor:
         num_rows, num_heads, head_dim = q_nHd.shape
         page_size, key_dim = pages_SPK.shape[1:]
-        key = f"cpu:expanded:{page_size}:{num_heads}"
+        key = f"torch:expanded:{page_size}:{num_heads}"
         plan = cast("tuple[tuple[_Keys, tuple[_Block, ...]], ...] | None", batch.device_state.get(key))
         if plan is None:
-            plan = tuple(_sequences(batch, page_size, num_heads))
+            plan = tuple(_sequences(batch, page_size, num_heads, q_nHd.device))
             batch.device_state[key] = plan
         latent_dim = kv_b_HEC.shape[2]
         nope_dim = head_dim - (key_dim - latent_dim)
@@ -66,18 +66,18 @@ class CpuAttention(AttentionBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num_rows, num_heads, key_dim = q_nHK.shape
         page_size = pages_SPK.shape[1]
-        state_key = f"cpu: {num_heads} heads, pages of {page_size}"
+        state_key = f"torch: {num_heads} heads, pages of {page_size}"
         plan = cast("_Plan | None", batch.device_state.get(state_key))
         if plan is None:
-            plan = batch.device_state[state_key] = _plan(batch, page_size, num_heads, 4 * key_dim)
+            plan = batch.device_state[state_key] = _plan(batch, page_size, num_heads, 4 * key_dim, q_nHK.device)
 
         # All positions in one dim, unless pages are spaced (an arena's slots are aligned).
         flat_LK = _flat(pages_SPK)
         scaled_nHK = q_nHK.float() * scale
-        out_nHC = torch.empty(num_rows, num_heads, value_dim, dtype=torch.float32)
+        out_nHC = scaled_nHK.new_empty(num_rows, num_heads, value_dim)
         # The log-sum-exp is the largest score less the log of its probability, which costs no further pass of exp.
-        score_nH = torch.empty(num_rows, num_heads, dtype=torch.float32)
-        probability_nH = torch.empty(num_rows, num_heads, dtype=torch.float32)
+        score_nH = scaled_nHK.new_empty(num_rows, num_heads)
+        probability_nH = scaled_nHK.new_empty(num_rows, num_heads)
         for group in plan.groups:
             rows = slice(group.start, group.start + len(group.keys))
             keys_BLK = [keys.read(pages_SPK, flat_LK) for keys in group.keys]
@@ -153,7 +153,7 @@ def _attend_group(
 ) -> None:
     """Write the output, the largest score and its probability of each sequence's row."""
     shape = (*q_BHK.shape[:2], group.most)
-    scores = torch.full(shape, -torch.inf) if group.padded else torch.empty(shape)
+    scores = q_BHK.new_full(shape, -torch.inf) if group.padded else q_BHK.new_empty(shape)
     value_dim = out_BHC.shape[2]
     for q_HK, keys_LK, score_HL in zip(q_BHK.unbind(0), keys_BLK, scores.unbind(0), strict=True):
         torch.mm(q_HK, keys_LK.T, out=score_HL[:, : keys_LK.shape[0]])
@@ -201,7 +201,9 @@ def _attend_heads(q_hmd: torch.Tensor, keys_hdL: torch.Tensor, values_hLV: torch
     return torch.bmm(torch.softmax(scores, dim=-1), values_hLV[:, : block.most])
 
 
-def _sequences(batch: AttentionBatch, page_size: int, num_heads: int) -> Iterator[tuple[_Keys, tuple[_Block, ...]]]:
+def _sequences(
+    batch: AttentionBatch, page_size: int, num_heads: int, device: torch.device
+) -> Iterator[tuple[_Keys, tuple[_Block, ...]]]:
     """The keys and the blocks of rows of each sequence that has rows. Every row sees something."""
     positions = cast(np.ndarray, batch.row_positions)
     row_starts, page_starts = cast(np.ndarray, batch.row_starts), cast(np.ndarray, batch.page_starts)
@@ -211,20 +213,21 @@ def _sequences(batch: AttentionBatch, page_size: int, num_heads: int) -> Iterato
         if start < stop:
             pages = slice(int(page_starts[b]), int(page_starts[b + 1]))
             visible = _visible(positions[start:stop], all_numbers[pages], page_size)
-            yield _keys(all_slots[pages], int(visible.max()), page_size), _blocks(visible, start, num_heads)
+            keys = _keys(all_slots[pages], int(visible.max()), page_size, device)
+            yield keys, _blocks(visible, start, num_heads, device)
 
 
-def _keys(slots: np.ndarray, num: int, page_size: int) -> _Keys:
+def _keys(slots: np.ndarray, num: int, page_size: int, device: torch.device) -> _Keys:
     """The first `num` keys of a sequence whose pages are in `slots`."""
     slots = slots[: -(-num // page_size)]  # nobody sees later pages
     return _Keys(
         num=num,
         first=int(slots[0]) * page_size if (np.diff(slots) == 1).all() else None,
-        slots=torch.from_numpy(np.ascontiguousarray(slots)),
+        slots=torch.from_numpy(np.ascontiguousarray(slots)).to(device),
     )
 
 
-def _plan(batch: AttentionBatch, page_size: int, num_heads: int, key_bytes: int) -> _Plan:
+def _plan(batch: AttentionBatch, page_size: int, num_heads: int, key_bytes: int, device: torch.device) -> _Plan:
     positions = cast(np.ndarray, batch.row_positions)
     row_starts, page_starts = cast(np.ndarray, batch.row_starts), cast(np.ndarray, batch.page_starts)
     all_slots, all_numbers = cast(np.ndarray, batch.slots), cast(np.ndarray, batch.numbers)
@@ -241,13 +244,13 @@ def _plan(batch: AttentionBatch, page_size: int, num_heads: int, key_bytes: int)
         most = int(visible.max())
         if not most:
             continue
-        keys = _keys(all_slots[pages], most, page_size)
+        keys = _keys(all_slots[pages], most, page_size, device)
         if stop - start == 1:
             singles.append((start, keys))
         else:
-            blocks.append((keys, _blocks(visible, start, num_heads)))
+            blocks.append((keys, _blocks(visible, start, num_heads, device)))
     groups = _groups(singles, num_heads, key_bytes)
-    return _Plan(tuple(groups), tuple(blocks), torch.from_numpy(blind) if blind.any() else None)
+    return _Plan(tuple(groups), tuple(blocks), torch.from_numpy(blind).to(device) if blind.any() else None)
 
 
 def _groups(singles: list[tuple[int, _Keys]], num_heads: int, key_bytes: int) -> list[_Group]:
@@ -274,7 +277,7 @@ def _visible(positions: np.ndarray, numbers: np.ndarray, page_size: int) -> np.n
     return whole * page_size + partial
 
 
-def _blocks(visible: np.ndarray, first_row: int, num_heads: int) -> tuple[_Block, ...]:
+def _blocks(visible: np.ndarray, first_row: int, num_heads: int, device: torch.device) -> tuple[_Block, ...]:
     """Cut a sequence's rows into blocks that bound the scores. Blocks that see nothing are left out."""
     blocks = []
     start = 0
@@ -291,7 +294,7 @@ def _blocks(visible: np.ndarray, first_row: int, num_heads: int) -> tuple[_Block
                     stop=first_row + start + len(seen),
                     common=common,
                     most=most,
-                    hidden_m1L=None if hidden is None else torch.from_numpy(hidden),
+                    hidden_m1L=None if hidden is None else torch.from_numpy(hidden).to(device),
                 )
             )
         start += size

@@ -24,6 +24,8 @@ class ThreadCompletion(Completion):
 class CpuCopyEngine(CopyEngine):
     """Copies with memcpy, which releases the interpreter, so that a thread of copies runs beside compute."""
 
+    is_queued = False
+
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
 

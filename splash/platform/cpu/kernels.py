@@ -1,4 +1,4 @@
-"""The operations around attention in plain torch, in float32 inside."""
+"""The operations around attention in plain torch, on any device, in float32 inside."""
 
 from __future__ import annotations
 
@@ -16,6 +16,18 @@ class CpuKernels(Kernels):
             return functional.rms_norm(x, weight.shape, weight, eps)
         return functional.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight
 
+    def add_rms_norm(
+        self, x_nD: torch.Tensor, residual_nD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total_nD = x_nD + residual_nD
+        return self.rms_norm(total_nD, weight_D, eps), total_nD
+
+    def latent_rows(
+        self, kv_nK: torch.Tensor, weight_C: torch.Tensor, eps: float, cos_nR: torch.Tensor, sin_nR: torch.Tensor
+    ) -> torch.Tensor:
+        latent_nC, key_nR = kv_nK.tensor_split((len(weight_C),), dim=1)
+        return torch.cat((self.rms_norm(latent_nC, weight_C, eps), self.rotate(key_nR, cos_nR, sin_nR)), dim=-1)
+
     def rotate(self, x: torch.Tensor, cos_nR: torch.Tensor, sin_nR: torch.Tensor) -> torch.Tensor:
         if x.dim() == 3:
             cos_nR, sin_nR = cos_nR.unsqueeze(1), sin_nR.unsqueeze(1)
@@ -28,6 +40,9 @@ class CpuKernels(Kernels):
 
     def store(self, pages_SPK: torch.Tensor, index_n: torch.Tensor, rows_nK: torch.Tensor) -> None:
         page_size = pages_SPK.shape[1]
+        held_n = index_n >= 0
+        if not bool(held_n.all()):
+            index_n, rows_nK = index_n[held_n], rows_nK[held_n]
         if pages_SPK.is_contiguous():
             pages_SPK.view(-1, pages_SPK.shape[2]).index_copy_(0, index_n, rows_nK.to(pages_SPK.dtype))
         else:
@@ -53,8 +68,8 @@ class CpuKernels(Kernels):
         order = chosen.argsort(stable=True)
         sorted_experts = chosen[order]
         # The pairs of local expert e are order[bounds[e] : bounds[e + 1]].
-        bounds = torch.searchsorted(sorted_experts, torch.arange(num_experts + 1)).tolist()
-        out_nD = torch.zeros(x_nD.shape, dtype=torch.float32)
+        bounds = torch.searchsorted(sorted_experts, torch.arange(num_experts + 1, device=x_nD.device)).tolist()
+        out_nD = torch.zeros(x_nD.shape, dtype=torch.float32, device=x_nD.device)
         if bounds[0] == bounds[-1]:
             return out_nD.to(x_nD.dtype)
         local = order[bounds[0] : bounds[-1]]

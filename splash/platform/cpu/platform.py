@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import platform
 import sys
@@ -11,13 +10,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from splash.core.errors import CapacityError, PlatformUnavailable
-from splash.platform.base import Availability, Communicator, DeviceInfo, GroupHandle, Platform, Rank
+from splash.core.errors import CapacityError, ConfigError, PlatformUnavailable
+from splash.platform.base import Availability, DeviceInfo, GroupHandle, Platform, Rank
+from splash.platform.cpu import collectives as host_collectives
 
 if TYPE_CHECKING:
     from splash.core.memory import ArenaGeometry
 
-COLLECTIVES = ("shm", "gloo")
+DEFAULT_ARENA_BYTES = 1 << 30
 
 
 class CpuPlatform(Platform):
@@ -32,11 +32,8 @@ class CpuPlatform(Platform):
 
     name = "cpu"
 
-    def __init__(self, collectives: str | None = None) -> None:
-        if collectives is None:
-            collectives = "shm" if platform.machine() in ("x86_64", "AMD64") else "gloo"
-        assert collectives in COLLECTIVES, f"collectives must be one of {COLLECTIVES}, not {collectives!r}"
-        self._collectives = collectives
+    def __init__(self, collectives: host_collectives.Kind | None = None) -> None:
+        self._collectives = collectives or host_collectives.default_kind()
 
     def availability(self) -> Availability:
         if not sys.platform.startswith("linux"):
@@ -66,16 +63,25 @@ class CpuPlatform(Platform):
         threads = str(max(1, _num_cores() // ranks))
         return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
 
-    def create_group(self, ranks: int, num_layers: int, geometry: ArenaGeometry) -> GroupHandle:
+    def arena_budget(self, ranks: int, beside_bytes: int, fraction: float) -> int:
+        return DEFAULT_ARENA_BYTES  # memory is the host's, and others use it too
+
+    def attention_backends(self) -> tuple[str, ...]:
+        return ("torch",)
+
+    def create_group(
+        self, ranks: int, num_layers: int, geometry: ArenaGeometry, attention: str = "auto"
+    ) -> GroupHandle:
         availability = self.availability()
         if not availability.ok:
             raise PlatformUnavailable(f"cpu: {availability.reason}; {availability.remedy}")
+        if attention not in ("auto", *self.attention_backends()):
+            raise ConfigError("attention.backend", f"{attention!r} does not work on the CPU; choose auto or torch")
         from splash.platform.cpu.arena import arena_file_bytes
-        from splash.platform.cpu.shm import mailbox_memory_bytes
 
         assert ranks >= 1 and num_layers >= 1
         arenas = arena_file_bytes(num_layers, geometry.arena_bytes)
-        shared = mailbox_memory_bytes(ranks) if self._collectives == "shm" else 0
+        shared = host_collectives.shared_bytes(self._collectives, ranks)
         available = available_bytes()
         if ranks * arenas + shared > available:
             raise CapacityError(
@@ -88,8 +94,7 @@ class CpuPlatform(Platform):
             for rank in range(ranks):
                 fds.append(os.memfd_create(f"splash-arenas-{rank}"))
                 os.ftruncate(fds[-1], arenas)
-            fds.append(os.memfd_create(f"splash-{self._collectives}"))
-            os.ftruncate(fds[-1], shared)
+            fds.append(host_collectives.create(self._collectives, ranks))
         except OSError:
             for fd in fds:
                 os.close(fd)
@@ -111,20 +116,14 @@ class CpuPlatform(Platform):
         from splash.platform.cpu.arena import SharedArenas
         from splash.platform.cpu.attention import CpuAttention
         from splash.platform.cpu.copy import CpuCopyEngine
-        from splash.platform.cpu.gloo import GlooCommunicator
         from splash.platform.cpu.kernels import CpuKernels
-        from splash.platform.cpu.shm import ShmCommunicator
 
         # Scores far below the largest turn into subnormal probabilities, which make products ten times slower.
         torch.set_flush_denormal(True)
         info = cast("Mapping[str, Any]", handle_info)
-        size, fd = info["ranks"], info["collectives_fd"]
+        size = info["ranks"]
         arenas = SharedArenas(info["arena_fds"], rank, info["num_layers"], info["arena_bytes"])
-        comm: Communicator
-        if info["collectives"] == "shm":
-            comm = ShmCommunicator(mmap.mmap(fd, 0), rank, size, timeout_s)
-        else:
-            comm = GlooCommunicator(fd, rank, size, timeout_s)
+        comm = host_collectives.join(info["collectives"], info["collectives_fd"], rank, size, timeout_s)
         return Rank(rank, size, torch.device("cpu"), arenas, comm, CpuAttention(), CpuKernels(), CpuCopyEngine())
 
 

@@ -51,7 +51,15 @@ class RocmPlatform(Platform):
     def rank_environment(self, ranks: int) -> dict[str, str]:
         return {"OMP_NUM_THREADS": "1"}
 
-    def create_group(self, ranks: int, num_layers: int, geometry: ArenaGeometry) -> GroupHandle:
+    def arena_budget(self, ranks: int, beside_bytes: int, fraction: float) -> int:
+        self._refuse()
+
+    def attention_backends(self) -> tuple[str, ...]:
+        return ()
+
+    def create_group(
+        self, ranks: int, num_layers: int, geometry: ArenaGeometry, attention: str = "auto"
+    ) -> GroupHandle:
         self._refuse()
 
     def join(self, handle_info: Mapping[str, int | str | list[int]], rank: int, timeout_s: float) -> Rank:

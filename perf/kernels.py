@@ -1,0 +1,437 @@
+"""Time the Triton kernels on a GPU, each beside what it is to be compared with, in one run.
+
+    python -m perf.kernels [--only decode prefill experts small pages] [--out perf/results/gpu-kernels.json]
+
+Ceilings are measured first: the bandwidth of a large copy (bytes read plus bytes written) and the rate of a large bf16
+matrix product. Attention is compared with FlashInfer where that is installed, on the same values. Every kernel's result
+is checked against float32 torch on the same inputs before it is timed; a wrong one ends the run. Times are medians,
+those under a millisecond of graph replays, so that launches do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from perf.common import report
+from splash.platform.base import AttentionBatch
+from splash.platform.triton.attention import TritonAttention
+from splash.platform.triton.kernels import TritonKernels
+from splash.platform.triton.pages import chunk_table, copy_chunks
+from splash.platform.triton.rows import pack_heads, unpack_heads
+
+C, R, NOPE, VALUE, PAGE = 512, 64, 128, 128, 64  # DeepSeek-V3's, and the default page size
+SCALE = (NOPE + R) ** -0.5
+DECODE = [(16, 32 << 10), (128, 4 << 10), (1, 128 << 10)]  # requests x tokens
+DECODE_HEADS = (16, 64, 128)
+PREFILL = [(2 << 10, 32 << 10), (8 << 10, 32 << 10), (2 << 10, 128 << 10), (8 << 10, 128 << 10)]  # rows over history
+EXPERTS = [
+    (1, 8),
+    (16, 8),
+    (128, 8),
+    (2048, 8),
+    (16384, 8),
+]  # rows x choices of each, among 64 experts, 32 of them here
+PREFILL_HEADS, MADE_HEADS, LONG_REPEATS = 128, 16, 3
+TOLERANCE = 2e-2  # of bf16 results, |got - want| / |want|
+
+
+def milliseconds(call: Callable[[], object], repeats: int = 20, graph: bool = True) -> float:
+    """Median time of a call on the device."""
+    call()
+    torch.cuda.synchronize()
+    timed = call
+    if graph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            call()
+        timed = captured.replay
+    for _ in range(2):
+        timed()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        timed()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def ceilings() -> dict[str, float]:
+    """Copy bandwidth in GB/s, reads and writes, and bf16 matrix rate in TFLOP/s."""
+    source = torch.randint(0, 255, (4 << 30,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copy_ms = milliseconds(lambda: target.copy_(source), graph=False)
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    gemm_ms = milliseconds(lambda: a @ b)
+    return {"copy_gb_s": 2 * source.numel() / copy_ms / 1e6, "gemm_tflop_s": 2 * 8192**3 / gemm_ms / 1e9}
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """|got - want| / |want|, checked against the tolerance."""
+    found = ((got.float() - want.float()).norm() / want.float().norm()).item()
+    if not found < TOLERANCE:
+        raise SystemExit(f"wrong: the error is {found:.3g}, at most {TOLERANCE} is right")
+    return found
+
+
+class Paged:
+    """`requests` sequences of `length` tokens in scattered pages, the last `rows` of each being queries."""
+
+    def __init__(self, requests: int, length: int, rows: int) -> None:
+        pages_each = -(-length // PAGE)
+        total = requests * pages_each
+        self.requests, self.length, self.rows = requests, length, rows
+        self.pages = torch.randn(total, PAGE, C + R, device="cuda", dtype=torch.bfloat16)
+        self.slots = np.random.default_rng(0).permutation(total).reshape(requests, pages_each)
+        self.batch = AttentionBatch(
+            row_positions=np.tile(np.arange(length - rows, length), requests),
+            row_starts=np.arange(requests + 1) * rows,
+            slots=self.slots.reshape(-1),
+            numbers=np.tile(np.arange(pages_each), requests),
+            page_starts=np.arange(requests + 1) * pages_each,
+        )
+
+    def history(self, request: int) -> torch.Tensor:
+        """[L, C + R] of one request."""
+        slots = torch.from_numpy(self.slots[request]).to("cuda")
+        return self.pages[slots].flatten(0, 1)[: self.length]
+
+    def indptr(self) -> tuple[torch.Tensor, ...]:
+        """FlashInfer's description: query and page boundaries, pages, lengths (int32)."""
+        starts, page_starts = (
+            torch.from_numpy(np.asarray(x)).int() for x in (self.batch.row_starts, self.batch.page_starts)
+        )
+        return (
+            starts,
+            page_starts,
+            torch.from_numpy(self.slots.reshape(-1)).int(),
+            torch.full((self.requests,), self.length).int(),
+        )
+
+
+def reference(q_hK: torch.Tensor, keys_LK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Absorbed attention of one row in float32."""
+    scores = q_hK.float() @ keys_LK.float().T * SCALE
+    return scores.softmax(-1) @ keys_LK[:, :C].float(), scores.logsumexp(-1)
+
+
+def flashinfer_mla(cache: Paged, heads: int, q: torch.Tensor, causal: bool) -> Callable[[], torch.Tensor] | None:
+    """FlashInfer's absorbed attention on the same values, None where it is not installed."""
+    try:
+        from flashinfer.mla import BatchMLAPagedAttentionWrapper
+    except ImportError:
+        return None
+    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), backend="fa3")
+    starts, page_starts, slots, lengths = (x.to("cuda") for x in cache.indptr())
+    wrapper.plan(starts, page_starts, slots, lengths, heads, C, R, PAGE, causal, SCALE, torch.bfloat16, torch.bfloat16)
+    latents, rotary = cache.pages[..., :C].contiguous(), cache.pages[..., C:].contiguous()
+    nope, pe = q[..., :C].contiguous(), q[..., C:].contiguous()
+    out, lse = torch.empty_like(nope), torch.empty(q.shape[:2], dtype=torch.float32, device="cuda")
+
+    def call() -> torch.Tensor:
+        wrapper.run(nope, pe, latents, rotary, out=out, lse=lse, return_lse=True)
+        return out
+
+    return call
+
+
+def decode(limits: dict[str, float]) -> list[dict[str, Any]]:
+    rows = []
+    attention = TritonAttention("cuda")
+    for requests, length in DECODE:
+        cache = Paged(requests, length, 1)
+        for heads in DECODE_HEADS:
+            q = torch.randn(requests, heads, C + R, device="cuda", dtype=torch.bfloat16)
+            out, lse = attention.attend(q, cache.pages, cache.batch, SCALE, C)
+            want, want_lse = reference(q[requests // 2], cache.history(requests // 2))
+            row: dict[str, Any] = {"what": "decode", "requests": requests, "tokens": length, "heads": heads}
+            row["error"] = error(out[requests // 2], want)
+            error(lse[requests // 2], want_lse)
+            ms = milliseconds(lambda: attention.attend(q, cache.pages, cache.batch, SCALE, C))  # noqa: B023
+            row |= {"ms": ms, "gb_s": requests * length * (C + R) * 2 / ms / 1e6}
+            row["of_copy"] = row["gb_s"] / limits["copy_gb_s"]
+            row["tflop_s"] = 2 * requests * length * heads * (2 * C + R) / ms / 1e9
+            theirs = flashinfer_mla(cache, heads, q, False)
+            if theirs is not None:
+                error(theirs(), out)
+                row["flashinfer_ms"] = milliseconds(theirs)
+                row["of_flashinfer"] = row["flashinfer_ms"] / ms
+            show(row)
+            rows.append(row)
+    return rows
+
+
+def prefill(limits: dict[str, float], ragged: bool = True) -> list[dict[str, Any]]:
+    rows = []
+    for num_rows, history in PREFILL:
+        cache = Paged(1, history + num_rows, num_rows)
+        absorbed = prefill_absorbed(cache, limits)
+        torch.cuda.empty_cache()
+        expanded = prefill_expanded(cache, limits, ragged)
+        expanded["of_absorbed"] = absorbed["ms"] / expanded["ms"]
+        torch.cuda.empty_cache()
+        for row in (absorbed, expanded):
+            show(row)
+            rows.append(row)
+    return rows
+
+
+def causal_pairs(cache: Paged) -> int:
+    """Pairs of a row and a key that it sees."""
+    history = cache.length - cache.rows
+    return cache.rows * history + cache.rows * (cache.rows + 1) // 2
+
+
+def prefill_absorbed(cache: Paged, limits: dict[str, float]) -> dict[str, Any]:
+    attention, heads, history = TritonAttention("cuda"), PREFILL_HEADS, cache.length - cache.rows
+    row: dict[str, Any] = {"what": "prefill absorbed", "rows": cache.rows, "history": history, "heads": heads}
+    q = torch.randn(cache.rows, heads, C + R, device="cuda", dtype=torch.bfloat16)
+    out, _ = attention.attend(q, cache.pages, cache.batch, SCALE, C)
+    middle = cache.rows // 2
+    want, _ = reference(q[middle], cache.history(0)[: history + middle + 1])
+    row["error"] = error(out[middle], want)
+    ms = milliseconds(lambda: attention.attend(q, cache.pages, cache.batch, SCALE, C), LONG_REPEATS, graph=False)
+    row |= {"ms": ms, "tflop_s": 2 * causal_pairs(cache) * heads * (2 * C + R) / ms / 1e9}
+    row["of_gemm"] = row["tflop_s"] / limits["gemm_tflop_s"]
+    theirs = flashinfer_mla(cache, heads, q, True)
+    if theirs is not None:
+        error(theirs(), out)
+        row["flashinfer_ms"] = milliseconds(theirs, LONG_REPEATS, graph=False)
+        row["of_flashinfer"] = row["flashinfer_ms"] / ms
+    return row
+
+
+def prefill_expanded(cache: Paged, limits: dict[str, float], ragged: bool) -> dict[str, Any]:
+    """Attention that makes each head's keys and values first, beside attention that is given them."""
+    attention, heads, history = TritonAttention("cuda"), PREFILL_HEADS, cache.length - cache.rows
+    row: dict[str, Any] = {"what": "prefill expanded", "rows": cache.rows, "history": history, "heads": heads}
+    q = torch.randn(cache.rows, heads, NOPE + R, device="cuda", dtype=torch.bfloat16)
+    kv_b = torch.randn(heads, NOPE + VALUE, C, device="cuda", dtype=torch.bfloat16) * C**-0.5
+    keys = cache.history(0)
+
+    def ours() -> torch.Tensor:
+        return attention.attend_expanded(q, cache.pages, cache.batch, kv_b, SCALE)
+
+    def make() -> None:
+        for head in range(0, heads, MADE_HEADS):  # the product alone, in pieces that fit
+            _ = keys[:, :C] @ kv_b[head : head + MADE_HEADS].flatten(0, 1).t()
+
+    out = ours()
+    middle = cache.rows // 2
+    row["error"] = error(out[middle, :2], reference_expanded(q[middle, :2], keys[: history + middle + 1], kv_b[:2]))
+    ms, make_ms = milliseconds(ours, LONG_REPEATS, graph=False), milliseconds(make, LONG_REPEATS, graph=False)
+    # Rates count what attention computes; making keys and values is the price of the form.
+    flop = 2 * causal_pairs(cache) * heads * (NOPE + R + VALUE)
+    row |= {"ms": ms, "tflop_s": flop / ms / 1e9, "make_ms": make_ms, "attention_tflop_s": flop / (ms - make_ms) / 1e9}
+    row["of_gemm"] = row["tflop_s"] / limits["gemm_tflop_s"]
+    # Theirs on a few heads, whose keys and values fit: heads are independent.
+    part = slice(0, MADE_HEADS)
+    made = (keys[:, :C] @ kv_b[part].flatten(0, 1).t()).view(len(keys), MADE_HEADS, NOPE + VALUE)
+    k = torch.cat((made[..., :NOPE], keys[:, None, C:].expand(-1, MADE_HEADS, -1)), dim=-1)
+    v = made[..., NOPE:].contiguous()
+    share = flop * MADE_HEADS / heads
+    theirs: dict[str, tuple[Callable[[], torch.Tensor] | None, float]] = {}
+    if ragged:
+        theirs["flashinfer"] = (flashinfer_ragged(q[:, part].contiguous(), k, v, out[:, part]), share)
+    whole = share * cache.rows * cache.length / causal_pairs(cache)
+    theirs["cudnn"] = (cudnn_attention(q[:, part], k, v), whole)
+    for name, (call, counted) in theirs.items():
+        if call is not None:
+            row[f"{name}_tflop_s"] = counted / milliseconds(call, LONG_REPEATS, graph=False) / 1e9
+            row[f"of_{name}"] = row["attention_tflop_s"] / row[f"{name}_tflop_s"]
+    return row
+
+
+def reference_expanded(q_hd: torch.Tensor, keys_LK: torch.Tensor, kv_b_hEC: torch.Tensor) -> torch.Tensor:
+    """Expanded attention of one row in float32, with keys and values rounded to bf16 as the kernels round them."""
+    expanded_hLE = torch.einsum("hec,lc->hle", kv_b_hEC.float(), keys_LK[:, :C].float()).bfloat16().float()
+    rotary_hLR = keys_LK[:, C:].float().expand(len(q_hd), -1, -1)
+    keys_hLd = torch.cat((expanded_hLE[..., :NOPE], rotary_hLR), dim=-1)
+    scores = torch.einsum("hd,hld->hl", q_hd.float(), keys_hLd) * SCALE
+    return torch.einsum("hl,hlv->hv", scores.softmax(-1), expanded_hLE[..., NOPE:])
+
+
+def flashinfer_ragged(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ours: torch.Tensor
+) -> Callable[[], torch.Tensor] | None:
+    """FlashInfer's causal attention, given keys and values; None where it is not installed."""
+    try:
+        from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
+    except ImportError:
+        return None
+    workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, kv_layout="NHD", backend="fa3")
+    bounds = [torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (len(q), len(k))]
+    heads = q.shape[1]
+    wrapper.plan(
+        *bounds, heads, heads, NOPE + R, head_dim_vo=VALUE, causal=True, sm_scale=SCALE, q_data_type=torch.bfloat16
+    )
+    error(wrapper.run(q, k, v), ours)
+    return lambda: wrapper.run(q, k, v)
+
+
+def cudnn_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+    """cuDNN's attention of every row to every key, given keys and values; None where it refuses these dims."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    qkv = [x.transpose(0, 1).unsqueeze(0).contiguous() for x in (q, k, v)]
+
+    def call() -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(*qkv, scale=SCALE)
+
+    try:
+        call()
+    except RuntimeError:
+        return None
+    return call
+
+
+def experts(limits: dict[str, float]) -> list[dict[str, Any]]:
+    rows = []
+    kernels = TritonKernels("cuda")
+    dim, width, total, local = 7168, 2048, 64, 32
+    w13 = torch.randn(local, 2 * width, dim, device="cuda", dtype=torch.bfloat16) * dim**-0.5
+    w2 = torch.randn(local, dim, width, device="cuda", dtype=torch.bfloat16) * width**-0.5
+    for num_rows, top_k in EXPERTS:
+        x = torch.randn(num_rows, dim, device="cuda", dtype=torch.bfloat16)
+        expert = torch.rand(num_rows, total, device="cuda").topk(top_k).indices
+        weight = torch.rand(num_rows, top_k, device="cuda")
+        call = lambda: kernels.experts(x, expert, weight, w13, w2, 0)  # noqa: B023, E731
+        want = torch.zeros_like(x, dtype=torch.float32)
+        touched = [e for e in range(local) if bool((expert == e).any())]
+        for e in touched:
+            row_n, place_n = (expert == e).nonzero(as_tuple=True)
+            gate, up = (x[row_n] @ w13[e].t()).chunk(2, dim=-1)
+            product = (torch.nn.functional.silu(gate) * up) @ w2[e].t()
+            want.index_add_(0, row_n, product.float() * weight[row_n, place_n, None])
+        row: dict[str, Any] = {"what": "experts", "rows": num_rows, "experts": len(touched)}
+        if touched:
+            row["error"] = error(call(), want)
+        pairs = int((expert < local).sum())
+        ms = milliseconds(call)
+        flops, moved = 6 * pairs * dim * width, len(touched) * 6 * dim * width
+        # No faster than either ceiling allows.
+        bound_ms = max(flops / limits["gemm_tflop_s"] / 1e9, moved / limits["copy_gb_s"] / 1e6)
+        row |= {"ms": ms, "tflop_s": flops / ms / 1e9, "gb_s": moved / ms / 1e6, "of_bound": bound_ms / ms}
+        show(row)
+        rows.append(row)
+    return rows
+
+
+def small(limits: dict[str, float]) -> list[dict[str, Any]]:
+    """Kernels that only move bytes, against the copy bandwidth."""
+    kernels, oracle = TritonKernels("cuda"), torch.nn.functional
+    n, heads, bf16 = 16384, 128, torch.bfloat16
+    x, weight = torch.randn(n, 7168, device="cuda", dtype=bf16), torch.rand(7168, device="cuda", dtype=bf16)
+    other = torch.randn_like(x)
+    q = torch.randn(4096, heads, NOPE + R, device="cuda", dtype=bf16)
+    angle = torch.rand(n, R // 2, device="cuda")
+    cos, sin = angle.cos(), angle.sin()
+    kv = torch.randn(n, C + R, device="cuda", dtype=bf16)
+    cache = torch.zeros(n // PAGE * 2, PAGE, C + R, device="cuda", dtype=bf16)
+    index = torch.randperm(2 * n, device="cuda")[:n]
+    parts = torch.randn(4, 2048, heads, C, device="cuda", dtype=bf16)
+    lses = torch.randn(4, 2048, heads, device="cuda")
+    gate_up = torch.randn(n, 4096, device="cuda", dtype=bf16)
+    packed = pack_heads(q, 8)
+    error(kernels.rms_norm(x, weight, 1e-6), oracle.rms_norm(x.float(), (7168,), weight.float(), 1e-6))
+    error(kernels.silu_and_mul(gate_up), oracle.silu(gate_up[:, :2048].float()) * gate_up[:, 2048:].float())
+    error(kernels.merge(parts, lses)[0], (parts.float() * lses.softmax(0).unsqueeze(-1)).sum(0))
+    error(packed, q.view(4096, 8, heads // 8, -1).transpose(0, 1))
+    rotary = q[:, :, NOPE:]
+    first, second = rotary.float().chunk(2, dim=-1)
+    c, s = cos[:4096, None], sin[:4096, None]
+    turned = torch.cat((first * c - second * s, second * c + first * s), dim=-1)
+    error(kernels.rotate(rotary, cos[:4096], sin[:4096]), turned)
+    kernels.latent_store(kv, weight[:C], 1e-6, cos, sin, cache, index)
+    error(cache.flatten(0, 1)[index][:, :C], oracle.rms_norm(kv[:, :C].float(), (C,), weight[:C].float(), 1e-6))
+    size = lambda *tensors: sum(t.numel() * t.element_size() for t in tensors)  # noqa: E731
+    calls: dict[str, tuple[Callable[[], object], int]] = {
+        "rms_norm": (lambda: kernels.rms_norm(x, weight, 1e-6), 2 * size(x)),
+        "add_rms_norm": (lambda: kernels.add_rms_norm(x, other, weight, 1e-6), 4 * size(x)),
+        "silu_and_mul": (lambda: kernels.silu_and_mul(gate_up), size(gate_up) * 3 // 2),
+        "rotate in place": (lambda: kernels.rotate_(rotary, cos[:4096], sin[:4096]), 2 * 4096 * heads * R * 2),
+        "latent_store": (lambda: kernels.latent_store(kv, weight[:C], 1e-6, cos, sin, cache, index), 2 * size(kv)),
+        "merge of 4": (lambda: kernels.merge(parts, lses), size(parts) * 5 // 4),
+        "pack_heads": (lambda: pack_heads(q, 8), 2 * size(q)),
+        "unpack_heads": (lambda: unpack_heads(packed), 2 * size(q)),
+    }
+    rows = []
+    for name, (call, moved) in calls.items():
+        ms = milliseconds(call)
+        rows.append(
+            {"what": name, "ms": ms, "gb_s": moved / ms / 1e6, "of_copy": moved / ms / 1e6 / limits["copy_gb_s"]}
+        )
+        show(rows[-1])
+    return rows
+
+
+def pages(limits: dict[str, float]) -> list[dict[str, Any]]:
+    """Scattered pages copied within the device, by few programs and by many."""
+    slot, count = PAGE * (C + R) * 2, 4096
+    source = torch.randint(0, 255, (2 * count * slot,), dtype=torch.uint8, device="cuda")
+    target = torch.zeros_like(source)
+    order = np.random.default_rng(0).permutation(2 * count)[:count].astype(np.int64)
+    extents = np.stack((order * slot, order[::-1] * slot, np.full(count, slot)), axis=1)
+    table = chunk_table(extents, target.device)
+    rows = []
+    for programs in (8, 16, 32, 132):
+        target.zero_()
+        copy_chunks(target, source, table, programs)
+        got, want = target.view(-1, slot)[order], source.view(-1, slot)[order[::-1].copy()]
+        if not torch.equal(got, want):
+            raise SystemExit("wrong: pages differ after the copy")
+        ms = milliseconds(lambda: copy_chunks(target, source, table, programs))  # noqa: B023
+        moved = 2 * count * slot
+        rows.append({"what": "pages", "programs": programs, "ms": ms, "gb_s": moved / ms / 1e6})
+        rows[-1]["of_copy"] = rows[-1]["gb_s"] / limits["copy_gb_s"]
+        show(rows[-1])
+    return rows
+
+
+def show(row: dict[str, Any]) -> None:
+    texts = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()]
+    print("  ".join(texts), flush=True)
+
+
+SECTIONS: dict[str, Callable[[dict[str, float]], list[dict[str, Any]]]] = {
+    "decode": decode,
+    "prefill": prefill,
+    "experts": experts,
+    "small": small,
+    "pages": pages,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m perf.kernels", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections to run")
+    parser.add_argument("--no-ragged", action="store_true", help="leave out FlashInfer's prefill: minutes to compile")
+    parser.add_argument("--out", type=Path, help="write the record here as well")
+    options = parser.parse_args(arguments)
+    torch.manual_seed(0)
+    sections = SECTIONS | {"prefill": partial(prefill, ragged=not options.no_ragged)}
+    with torch.inference_mode():
+        limits = ceilings()
+        print(f"ceilings: copy {limits['copy_gb_s']:.0f} GB/s, bf16 product {limits['gemm_tflop_s']:.0f} TFLOP/s")
+        results = {name: sections[name](limits) for name in options.only}
+    rounded = {
+        name: [{k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()} for row in rows]
+        for name, rows in results.items()
+    }
+    report("kernels", {"ceilings": {k: round(v, 1) for k, v in limits.items()}, **rounded}, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""Adaptive serving against each fixed layout: the same requests through real engines, taking turns in one run.
+
+    python -m perf.policy --out perf/results/cpu-policy.json
+    python -m perf.policy --workloads rl_rollout,agentic --repeats 3 --policy threshold
+
+The workloads are those of conf/workload in the size of the model that ships with SPLASH. A turn is one engine, in one
+layout or with a policy that starts from `tp`, that serves a whole workload. Layouts are compared by the tokens a second
+of the whole turn, prompts included; figures are medians over the rounds.
+
+The ceiling beside them is a clairvoyant that never pays for a switch: every stretch of the work, by tokens served, in
+the time of the fixed layout that was fastest over it. The requests do not say how long their answers will be: they may
+be as long as the workload's longest, and are ended at their length as if by an end-of-sequence token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from perf.common import busy_cores, report
+from splash.core.errors import ConfigError
+from splash.core.layout import LAYOUTS, check_layout, parse_layout
+from splash.core.request import SamplingParams
+from splash.engine.config import EngineConfig
+from splash.engine.engine import Engine
+from splash.engine.outputs import GenerationRequest
+from splash.machine import with_description
+from splash.scheduler.policy import KINDS, PolicyConfig
+from splash.workload import Feed, Requests, load
+
+BUSY = 0.2  # cores that other processes may use before the figures are worth nothing
+STRETCHES = 100  # of the work, for the ceiling
+WARM_UP = ("workload.num_requests=8", "workload.input=256", "workload.output=24", "workload.concurrency=8")
+
+WORKLOADS: dict[str, tuple[str, ...]] = {
+    "rl_rollout": (
+        "workload.num_prompts=16",
+        "workload.samples=4",
+        "workload.input={kind: lognormal, average: 120, sigma: 0.6, low: 32, high: 512}",
+        "workload.output={kind: lognormal, average: 260, sigma: 1.1, low: 16, high: 3000}",
+    ),
+    # Sessions that begin together, and go on turn by turn with all that came before.
+    "agentic": (
+        "workload.num_sessions=12",
+        "workload.rate=6",
+        "workload.turns={kind: lognormal, average: 5, sigma: 0.7, low: 1, high: 12}",
+        "workload.input={kind: lognormal, average: 200, sigma: 0.8, low: 16, high: 1024}",
+        "workload.tool={kind: lognormal, average: 150, sigma: 1.0, low: 0, high: 1024}",
+        "workload.output={kind: lognormal, average: 120, sigma: 0.9, low: 8, high: 800}",
+        "workload.think={kind: lognormal, average: 0.3, sigma: 0.8, low: 0.02, high: 3}",
+        "workload.system_prompt=500",
+        "workload.max_context=6000",
+    ),
+    "bursts": (
+        "workload.num_requests=120",
+        "workload.rate_on=24",
+        "workload.rate_off=1",
+        "workload.on_s=4",
+        "workload.off_s=6",
+        "workload.input={kind: lognormal, average: 150, sigma: 0.8, low: 8, high: 1500}",
+        "workload.output={kind: lognormal, average: 80, sigma: 0.8, low: 4, high: 800}",
+    ),
+    "poisson": (
+        "workload.num_requests=120",
+        "workload.rate=12",
+        "workload.input={kind: lognormal, average: 150, sigma: 0.8, low: 8, high: 1500}",
+        "workload.output={kind: lognormal, average: 80, sigma: 0.8, low: 4, high: 800}",
+    ),
+    "fixed": ("workload.num_requests=64", "workload.input=256", "workload.output=128", "workload.concurrency=16"),
+}
+
+
+@dataclass
+class Turn:
+    """One contender through one workload.
+
+    Attributes:
+        seconds: from the first arrival to the last token.
+        served: (seconds, tokens of prompts and outputs served until then) after each step that brought any.
+        latency_s: of each request, from its arrival to its last token.
+        switches: layouts that were switched to, and when.
+        layout_s: seconds in each layout.
+    """
+
+    seconds: float = 0.0
+    served: list[tuple[float, int]] = field(default_factory=list)
+    latency_s: list[float] = field(default_factory=list)
+    switches: list[tuple[float, str]] = field(default_factory=list)
+    layout_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.served[-1][1] / self.seconds
+
+
+def serve(engine: Engine, requests: Requests, most_output: int) -> Turn:
+    """Serve a workload in real time."""
+    turn, feed, vocab = Turn(), Feed(requests), engine.model_config.spec.vocab_size
+    prompts = [tuple(requests.tokens(index, vocab).tolist()) for index in range(len(requests))]
+    due: dict[str, float] = {}
+    tokens = 0
+    layout, since = engine.layout, 0.0
+    start = time.perf_counter()
+    while not feed.exhausted or due:
+        now = time.perf_counter() - start
+        for index, due_s in feed.take(now):
+            most = min(most_output, engine.max_model_len - len(prompts[index]))
+            params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
+            engine.add_request(GenerationRequest(str(index), prompts[index], params))
+            due[str(index)] = due_s
+        if not engine.has_work:
+            time.sleep(max(0.0, feed.next_time() - (time.perf_counter() - start)))
+            continue
+        outputs = engine.step()
+        now = time.perf_counter() - start
+        if engine.layout != layout:
+            turn.layout_s[layout] = turn.layout_s.get(layout, 0.0) + now - since
+            layout, since = engine.layout, now
+            turn.switches.append((round(now, 2), layout))
+        for output in outputs:
+            if output.finish_reason == "abort":
+                continue
+            tokens += len(output.tokens) + (output.num_prompt_tokens if output.num_output_tokens == 1 else 0)
+            if output.num_output_tokens == requests.output_len[int(output.id)]:
+                if output.finish_reason is None:
+                    engine.abort(output.id)
+                    engine.loop.steering.finished(output.num_output_tokens)  # for the policy it ended by itself
+                turn.latency_s.append(now - due.pop(output.id))
+                feed.finish(int(output.id), now)
+        if outputs:
+            turn.served.append((now, tokens))
+    turn.seconds = time.perf_counter() - start
+    turn.layout_s[layout] = turn.layout_s.get(layout, 0.0) + turn.seconds - since
+    while engine.has_work:
+        engine.step()
+    return turn
+
+
+def ceiling(fixed: list[Turn]) -> float:
+    """Tokens a second with every stretch of the work in the time of the layout that was fastest over it."""
+    total = fixed[0].served[-1][1]
+    marks = np.linspace(0, total, STRETCHES + 1)
+    spent = []
+    for turn in fixed:
+        seconds, tokens = np.array([(0.0, 0), *turn.served]).T
+        spent.append(np.diff(np.interp(marks, tokens, seconds)))
+    return float(total / np.min(spent, axis=0).sum())
+
+
+def contenders(ranks: int, num_heads: int, policy: str) -> dict[str, tuple[str, PolicyConfig]]:
+    """(layout to start in, policy) by name: every layout that these ranks can serve in, and the policy."""
+    chosen = {}
+    for name in LAYOUTS:
+        try:
+            check_layout(parse_layout(name), num_heads, ranks)
+        except ConfigError:
+            continue
+        chosen[name] = (name, PolicyConfig("static"))
+    chosen["adaptive"] = (next(iter(chosen)), PolicyConfig(policy))
+    return chosen
+
+
+def take_turn(args: argparse.Namespace, layout: str, policy: PolicyConfig, requests: Requests) -> Turn:
+    """One engine, warmed up, through one workload."""
+    config = EngineConfig(
+        args.model,
+        ranks=args.ranks,
+        layout=layout,
+        dtype=args.dtype,
+        kv_cache_gib=args.kv_cache_gib,
+        max_batched_tokens=args.max_batched_tokens,
+        policy=policy,
+    )
+    engine = Engine(with_description(config))
+    try:
+        serve(engine, load("fixed", WARM_UP).requests(), 24)
+        return serve(engine, requests, int(requests.output_len.max()))
+    finally:
+        engine.close()
+
+
+def compare(args: argparse.Namespace, name: str, busy: list[float]) -> dict[str, Any]:
+    """All contenders through one workload, `args.repeats` rounds."""
+    requests = load(name, WORKLOADS[name]).requests()
+    turns: dict[str, list[Turn]] = {}
+    for number in range(args.repeats):
+        for who, (layout, policy) in args.contenders.items():
+            busy.append(busy_cores())
+            turn = take_turn(args, layout, policy, requests)
+            turns.setdefault(who, []).append(turn)
+            print(
+                f"{name} round {number + 1}: {who:8} {turn.tokens_per_s:7.0f} tok/s in {turn.seconds:5.1f} s "
+                f"{' '.join(f'{layout}@{at:.1f}' for at, layout in turn.switches)}",
+                file=sys.stderr,
+                flush=True,
+            )
+    rate = {who: statistics.median(turn.tokens_per_s for turn in of_one) for who, of_one in turns.items()}
+    fixed = {who: value for who, value in rate.items() if who != "adaptive"}
+    best = max(fixed, key=lambda who: fixed[who])
+    tops = [
+        ceiling([of_one[number] for who, of_one in turns.items() if who != "adaptive"])
+        for number in range(args.repeats)
+    ]
+    return {
+        "workload": name,
+        "requests": len(requests),
+        "tok_s": {who: round(value, 1) for who, value in rate.items()},
+        "turns_tok_s": {who: [round(turn.tokens_per_s, 1) for turn in of_one] for who, of_one in turns.items()},
+        "mean_latency_s": {
+            who: round(statistics.median(statistics.fmean(turn.latency_s) for turn in of_one), 3)
+            for who, of_one in turns.items()
+        },
+        "best_fixed": best,
+        "adaptive_over": {who: round(rate["adaptive"] / value, 3) for who, value in fixed.items()},
+        "adaptive_over_best": round(rate["adaptive"] / rate[best], 3),
+        "ceiling_over_best": round(statistics.median(tops) / rate[best], 3),
+        "switches": [turn.switches for turn in turns["adaptive"]],
+        "layout_s": [
+            {layout: round(seconds, 1) for layout, seconds in turn.layout_s.items()} for turn in turns["adaptive"]
+        ],
+    }
+
+
+def main() -> None:
+    """Measure, print and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="builtin:scribe")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--kv-cache-gib", type=float, default=1.0, help="memory a rank for weights and KV")
+    parser.add_argument("--max-batched-tokens", type=int, default=1024, help="most rows a step")
+    parser.add_argument("--policy", default="cost", choices=[kind for kind in KINDS if kind != "static"])
+    parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser.add_argument("--repeats", type=int, default=2, help="rounds in which every contender has a turn")
+    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    args = parser.parse_args()
+
+    from splash.model.config import load_model_config
+
+    args.contenders = contenders(args.ranks, load_model_config(args.model).spec.num_heads, args.policy)
+    busy: list[float] = []
+    rows = [compare(args, name, busy) for name in args.workloads.split(",")]
+    print(f"{'workload':12}" + "".join(f"{who:>10}" for who in args.contenders) + "   over best   ceiling")
+    for row in rows:
+        print(
+            f"{row['workload']:12}"
+            + "".join(f"{row['tok_s'][who]:10.0f}" for who in args.contenders)
+            + f"{row['adaptive_over_best']:12.3f}{row['ceiling_over_best']:10.3f}  (tokens/s; best {row['best_fixed']})"
+        )
+    if max(busy) > BUSY:
+        print(f"NOT TO BE RELIED ON: other processes used up to {max(busy):.1f} cores", file=sys.stderr)
+    options = ("model", "ranks", "dtype", "kv_cache_gib", "max_batched_tokens", "policy", "repeats")
+    settings = {option: getattr(args, option) for option in options}
+    report("policy", {**settings, "others_busy_cores": max(busy), "rows": rows}, args.out)
+
+
+if __name__ == "__main__":
+    main()

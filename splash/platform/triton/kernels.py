@@ -1,0 +1,194 @@
+"""The fused operations over the Triton kernels: shapes, strides and launches."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from splash.platform.base import Kernels
+from splash.platform.triton import fused
+from splash.platform.triton.experts import experts
+from splash.platform.triton.launch import Target, Tiles, next_power_of_2, target_of
+
+_ROTATED_HEADS = 16  # heads a program rotates
+
+
+class TritonKernels(Kernels):
+    """`Kernels` in Triton. Operands may be strided in every dim but the last; results are contiguous."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._target = target_of(torch.device(device))
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        rows = _rows(x)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        _norm(rows, rows, weight, out, out, eps, False)
+        return out
+
+    def add_rms_norm(
+        self, x_nD: torch.Tensor, residual_nD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rms_norm of the sum, the sum) of [n, D] and [n, D]."""
+        total = torch.empty(x_nD.shape, dtype=x_nD.dtype, device=x_nD.device)
+        out = torch.empty_like(total)
+        _norm(_rows(x_nD), _rows(residual_nD), weight_D, out, total, eps, True)
+        return out, total
+
+    def rotate(self, x: torch.Tensor, cos_nR: torch.Tensor, sin_nR: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        _rotate(x, cos_nR, sin_nR, out)
+        return out
+
+    def rotate_(self, x_nHR: torch.Tensor, cos_nR: torch.Tensor, sin_nR: torch.Tensor) -> None:
+        """`rotate` in place, of a slice of wider heads for instance."""
+        assert x_nHR.stride(-1) == 1
+        _rotate(x_nHR, cos_nR, sin_nR, x_nHR)
+
+    def latent_rows(
+        self, kv_nK: torch.Tensor, weight_C: torch.Tensor, eps: float, cos_nR: torch.Tensor, sin_nR: torch.Tensor
+    ) -> torch.Tensor:
+        """What is cached of [latent | rotary key] rows, [n, C + R]: the latent normed, the key rotated."""
+        out = torch.empty(kv_nK.shape, dtype=kv_nK.dtype, device=kv_nK.device)
+        _latents(kv_nK, weight_C, eps, cos_nR, sin_nR, out, None)
+        return out
+
+    def latent_store(
+        self,
+        kv_nK: torch.Tensor,
+        weight_C: torch.Tensor,
+        eps: float,
+        cos_nR: torch.Tensor,
+        sin_nR: torch.Tensor,
+        pages_SPK: torch.Tensor,
+        index_n: torch.Tensor,
+    ) -> None:
+        """`store` of `latent_rows` in one pass; a negative index stores nothing. In place."""
+        _latents(kv_nK, weight_C, eps, cos_nR, sin_nR, pages_SPK, index_n)
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        rows = _rows(x)
+        width = x.shape[-1] // 2
+        out = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
+        if out.numel():
+            block = min(1024, next_power_of_2(width))
+            grid = (len(rows), triton.cdiv(width, block))
+            fused.silu_and_mul_kernel[grid](rows, out, rows.stride(0), width, BLOCK_I=block)
+        return out
+
+    def store(self, pages_SPK: torch.Tensor, index_n: torch.Tensor, rows_nK: torch.Tensor) -> None:
+        """As `Kernels.store`; a negative index stores nothing."""
+        if not len(index_n):
+            return
+        rows_nK = _rows(rows_nK)
+        width = rows_nK.shape[1]
+        assert pages_SPK.stride(2) == 1
+        fused.store_kernel[(len(index_n),)](
+            rows_nK, index_n, pages_SPK, rows_nK.stride(0), pages_SPK.stride(0), pages_SPK.stride(1), width,
+            BLOCK_K=next_power_of_2(width), PAGE=pages_SPK.shape[1],
+        )  # fmt: skip
+
+    def merge(self, outs_TnHC: torch.Tensor, lses_TnH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        parts, *lead, width = outs_TnHC.shape
+        outs_TnHC, lses_TnH = outs_TnHC.contiguous(), lses_TnH.contiguous()
+        out = outs_TnHC.new_empty(*lead, width)
+        lse = torch.empty(*lead, dtype=torch.float32, device=out.device)
+        if lse.numel():
+            fused.merge_kernel[(lse.numel(),)](
+                outs_TnHC, lses_TnH, out, lse, lse.numel(), width, T=parts, BLOCK_C=next_power_of_2(width)
+            )
+        return out, lse
+
+    def experts(
+        self,
+        x_nD: torch.Tensor,
+        expert_nk: torch.Tensor,
+        weight_nk: torch.Tensor,
+        w13_EID: torch.Tensor,
+        w2_EDI: torch.Tensor,
+        first_expert: int,
+    ) -> torch.Tensor:
+        pairs = expert_nk.numel() / max(1, len(w13_EID))
+        up, down = expert_tiles(self._target, x_nD.dtype, pairs)
+        return experts(_rows(x_nD), expert_nk, weight_nk, w13_EID, w2_EDI, first_expert, up, down)
+
+
+def expert_tiles(target: Target, dtype: torch.dtype, rows_an_expert: float) -> tuple[Tiles, Tiles]:
+    """Tiles of the products with w13 and w2, by how many rows an expert gets at most on average."""
+    if dtype == torch.float32:
+        tiles = Tiles(16, 32, 32, warps=4, stages=1)
+        return tiles, tiles
+    if target.kind == "interpreter":
+        tiles = Tiles(16, 32, 32, warps=4, stages=1)
+        return tiles, tiles
+    if target.has_tma:
+        if rows_an_expert <= 64:
+            tiles = Tiles(16 if rows_an_expert <= 8 else 32, 64, 128, warps=4, stages=4, tma=True, swap=True)
+            return tiles, tiles
+        if rows_an_expert <= 128:
+            tiles = Tiles(64, 128, 64, warps=8, stages=4, tma=True)
+            return tiles, tiles
+        return Tiles(128, 128, 64, warps=8, stages=3, tma=True), Tiles(128, 256, 64, warps=8, stages=3, tma=True)
+    rows = 16 if rows_an_expert <= 16 else 64
+    tiles = Tiles(rows, 64, 64, warps=4, stages=1 if target.kind == "hip" else 3)
+    return tiles, tiles
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """[..., D] as [n, D] whose rows are dense; a copy only where they are not."""
+    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(1) == 1 else flat.contiguous()
+
+
+def _norm(
+    x_nD: torch.Tensor,
+    residual_nD: torch.Tensor,
+    weight_D: torch.Tensor,
+    out: torch.Tensor,
+    total: torch.Tensor,
+    eps: float,
+    add: bool,
+) -> None:
+    num_rows, dim = x_nD.shape
+    if num_rows:
+        fused.rms_norm_kernel[(num_rows,)](
+            x_nD, residual_nD, weight_D, out, total, eps, x_nD.stride(0), residual_nD.stride(0), dim,
+            BLOCK_D=next_power_of_2(dim), ADD=add, num_warps=8 if dim > 2048 else 4,
+        )  # fmt: skip
+
+
+def _rotate(x: torch.Tensor, cos_nR: torch.Tensor, sin_nR: torch.Tensor, out: torch.Tensor) -> None:
+    if not x.numel():
+        return
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    x_nHR, out_nHR = (x, out) if x.dim() == 3 else (x.unsqueeze(1), out.unsqueeze(1))
+    cos_nR, sin_nR = cos_nR.contiguous(), sin_nR.contiguous()
+    num_rows, num_heads, dim = x_nHR.shape
+    block = min(_ROTATED_HEADS, next_power_of_2(num_heads))
+    fused.rotate_kernel[(num_rows, triton.cdiv(num_heads, block))](
+        x_nHR, cos_nR, sin_nR, out_nHR, num_heads,
+        x_nHR.stride(0), x_nHR.stride(1), out_nHR.stride(0), out_nHR.stride(1), dim // 2,
+        BLOCK_HALF=next_power_of_2(dim // 2), BLOCK_H=block,
+    )  # fmt: skip
+
+
+def _latents(
+    kv_nK: torch.Tensor,
+    weight_C: torch.Tensor,
+    eps: float,
+    cos_nR: torch.Tensor,
+    sin_nR: torch.Tensor,
+    out: torch.Tensor,
+    index_n: torch.Tensor | None,
+) -> None:
+    """To `out` [n, K], or with an index to the cache [S, P, K]."""
+    if not len(kv_nK):
+        return
+    kv_nK = _rows(kv_nK)
+    cos_nR, sin_nR = cos_nR.contiguous(), sin_nR.contiguous()
+    dim, half = weight_C.shape[0], cos_nR.shape[1]
+    assert out.stride(-1) == 1 and kv_nK.shape[1] == dim + 2 * half
+    page_size, slot_stride = (0, 0) if index_n is None else (out.shape[1], out.stride(0))
+    fused.latent_kernel[(len(kv_nK),)](
+        kv_nK, weight_C, cos_nR, sin_nR, index_n, out, eps, kv_nK.stride(0), slot_stride, out.stride(-2), dim, half,
+        BLOCK_C=next_power_of_2(dim), BLOCK_HALF=max(1, next_power_of_2(half)), PAGE=page_size,
+    )  # fmt: skip

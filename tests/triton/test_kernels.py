@@ -1,0 +1,193 @@
+"""The Triton kernels around attention against the CPU's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from splash.platform.cpu.kernels import CpuKernels
+from splash.platform.triton import pages
+from splash.platform.triton.experts import max_blocks
+from splash.platform.triton.kernels import TritonKernels
+from splash.platform.triton.rows import gather_rows, pack_heads, scatter_rows, unpack_heads
+
+# The interpreter warns of log(0) = -inf, which is what an empty history has.
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
+
+ORACLE = CpuKernels()
+HALF = {torch.float32: 2e-5, torch.float16: 2e-3}
+
+
+@pytest.fixture
+def kernels(device: torch.device) -> TritonKernels:
+    return TritonKernels(device)
+
+
+def close(got: torch.Tensor, want: torch.Tensor, tol: float = 2e-5) -> None:
+    assert got.dtype == want.dtype
+    torch.testing.assert_close(got.cpu(), want, atol=tol, rtol=tol)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_norms(kernels: TritonKernels, device: torch.device, dtype: torch.dtype) -> None:
+    wide = (torch.randn(6, 90) * 3).to(dtype)
+    x, weight = wide[:, :48], torch.rand(48).to(dtype)
+    close(kernels.rms_norm(x.to(device), weight.to(device), 1e-6), ORACLE.rms_norm(x, weight, 1e-6), HALF[dtype])
+    headed = x.reshape(2, 3, 48)
+    close(
+        kernels.rms_norm(headed.to(device), weight.to(device), 1e-6), ORACLE.rms_norm(headed, weight, 1e-6), HALF[dtype]
+    )
+    other = torch.randn(6, 48).to(dtype)
+    normed, total = kernels.add_rms_norm(x.to(device), other.to(device), weight.to(device), 1e-5)
+    close(total, x + other, 0)
+    close(normed, ORACLE.rms_norm(x + other, weight, 1e-5), HALF[dtype])
+    assert kernels.rms_norm(x[:0].to(device), weight.to(device), 1e-6).shape == (0, 48)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("heads", [None, 1, 19])
+def test_rotate(kernels: TritonKernels, device: torch.device, heads: int | None, dtype: torch.dtype) -> None:
+    x = torch.randn(*((5, 12) if heads is None else (5, heads, 12))).to(dtype)
+    angle = torch.rand(5, 6)
+    cos, sin = angle.cos(), angle.sin()
+    want = ORACLE.rotate(x, cos, sin)
+    close(kernels.rotate(x.to(device), cos.to(device), sin.to(device)), want, HALF[dtype])
+    if heads is not None:
+        wide = torch.zeros(5, heads, 20, dtype=dtype, device=device)
+        wide[..., 8:] = x.to(device)
+        kernels.rotate_(wide[..., 8:], cos.to(device), sin.to(device))
+        close(wide[..., 8:], want, HALF[dtype])
+        assert not wide[..., :8].any()
+
+
+@pytest.mark.parametrize("rotary", [8, 0])
+@pytest.mark.parametrize("dtype", HALF)
+def test_latents_go_to_rows_or_to_the_cache(
+    kernels: TritonKernels, device: torch.device, rotary: int, dtype: torch.dtype
+) -> None:
+    wide, weight, angle = torch.randn(4, 60).to(dtype), torch.rand(40).to(dtype), torch.rand(4, rotary // 2)
+    kv = wide[:, : 40 + rotary]
+    cos, sin = angle.cos(), angle.sin()
+    want = torch.cat((ORACLE.rms_norm(kv[:, :40], weight, 1e-6), ORACLE.rotate(kv[:, 40:], cos, sin)), dim=-1)
+    args = (kv.to(device), weight.to(device), 1e-6, cos.to(device), sin.to(device))
+    close(kernels.latent_rows(*args), want, HALF[dtype])
+    cache = torch.zeros(3, 4, 40 + rotary, dtype=dtype, device=device)
+    kernels.latent_store(*args, cache, torch.tensor([9, -1, 0, 4], device=device))
+    expected = torch.zeros(12, 40 + rotary, dtype=dtype)
+    expected[[9, 0, 4]] = want[[0, 2, 3]]
+    close(cache.flatten(0, 1), expected, HALF[dtype])
+
+
+def test_store(kernels: TritonKernels, device: torch.device) -> None:
+    whole = torch.zeros(6, 4, 8, dtype=torch.float16, device=device)
+    rows, index = torch.randn(4, 5), torch.tensor([23, 0, -1, 9])
+    kernels.store(whole[:, :, :5], index.to(device), rows.to(device))
+    want = torch.zeros(24, 8, dtype=torch.float16)
+    want[index[[0, 1, 3]], :5] = rows[[0, 1, 3]].half()
+    close(whole.flatten(0, 1), want, 1e-3)  # the interpreter truncates where a device rounds
+
+
+def test_silu_and_mul(kernels: TritonKernels, device: torch.device) -> None:
+    x = torch.randn(5, 3000)
+    close(kernels.silu_and_mul(x.to(device)), ORACLE.silu_and_mul(x))
+
+
+def test_merge_weighs_parts_and_never_gives_nan(kernels: TritonKernels, device: torch.device) -> None:
+    lses = torch.tensor([[-200.0, -1.0, -torch.inf, 3.0, -torch.inf], [200.0, -torch.inf, 0.0, 3.0, -torch.inf]])
+    outs = torch.randn(2, 5, 1, 6)
+    outs[lses == -torch.inf] = torch.nan  # what an empty part holds counts for nothing
+    want, want_lse = ORACLE.merge(outs.nan_to_num(0.0), lses.unsqueeze(-1))
+    got, lse = kernels.merge(outs.to(device), lses.unsqueeze(-1).to(device))
+    close(got, want)
+    close(lse, want_lse)
+    assert not got[4].any() and lse[4].item() == -torch.inf
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(1, torch.float32), (40, torch.float32), (9, torch.float16)])
+def test_experts(kernels: TritonKernels, device: torch.device, rows: int, dtype: torch.dtype) -> None:
+    num_experts, top_k, dim, width = 6, 2, 40, 24
+    x, weight = torch.randn(rows, dim).to(dtype), torch.rand(rows, top_k)
+    expert = torch.rand(rows, num_experts).topk(top_k).indices
+    w13 = (torch.randn(num_experts, 2 * width, dim) * dim**-0.5).to(dtype)
+    w2 = (torch.randn(num_experts, dim, width) * width**-0.5).to(dtype)
+    for first, count in ((0, 6), (2, 3)):
+        local = slice(first, first + count)
+        want = ORACLE.experts(x, expert, weight, w13[local], w2[local], first)
+        args = (t.to(device) for t in (x, expert, weight, w13[local], w2[local]))
+        close(kernels.experts(*args, first), want, 2e-5 if dtype == torch.float32 else 5e-3)
+
+
+def test_experts_with_no_rows_or_none_chosen_here(kernels: TritonKernels, device: torch.device) -> None:
+    w13, w2 = torch.randn(2, 8, 6, device=device), torch.randn(2, 6, 4, device=device)
+    x, weight = torch.randn(3, 6, device=device), torch.ones(3, 2, device=device)
+    expert = torch.tensor([[7, -1]] * 3, device=device)
+    assert not kernels.experts(x, expert, weight, w13, w2, 0).any()
+    assert kernels.experts(x[:0], expert[:0], weight[:0], w13, w2, 0).shape == (0, 6)
+
+
+@given(counts=st.lists(st.integers(0, 50), min_size=1, max_size=8), block=st.sampled_from([1, 4, 16]))
+def test_max_blocks_is_enough_for_any_choice(counts: list[int], block: int) -> None:
+    assert sum(-(-count // block) for count in counts) <= max_blocks(sum(counts), len(counts), block)
+
+
+@pytest.mark.parametrize("width", [8, 24, 5], ids=["words", "words too", "bytes"])
+def test_heads_packed_for_an_exchange_and_back(device: torch.device, width: int) -> None:
+    x = torch.randn(7, 6, width).half().to(device)
+    packed = pack_heads(x, 3)
+    want = x.view(7, 3, 2, width).transpose(0, 1)
+    assert packed.is_contiguous() and torch.equal(packed, want)
+    assert torch.equal(unpack_heads(packed), x)
+    wide = torch.zeros(7, 6 * width + 16, dtype=x.dtype, device=device)
+    out = wide[:, : 6 * width].view(7, 6, width)
+    unpack_heads(packed, out)
+    assert torch.equal(out, x) and not wide[:, 6 * width :].any()
+    assert torch.equal(pack_heads(out, 2), x.view(7, 2, 3, width).transpose(0, 1))
+    assert pack_heads(x[:0], 3).shape == (3, 0, 2, width)
+
+
+@pytest.mark.parametrize("width", [16, 3])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_rows_by_index(device: torch.device, width: int, index_dtype: torch.dtype) -> None:
+    source = torch.randn(9, 2, width, device=device)
+    index = torch.tensor([4, -1, 0, 8], dtype=index_dtype, device=device)
+    got = gather_rows(source, index)
+    assert torch.equal(got[[0, 2, 3]], source[[4, 0, 8]]) and not got[1].any()
+    out = torch.full((9, 2, width), 7.0, device=device)
+    scatter_rows(got, index, out)
+    assert torch.equal(out[[4, 0, 8]], source[[4, 0, 8]])
+    assert (out[[1, 2, 3, 5, 6, 7]] == 7.0).all()
+
+
+@pytest.mark.parametrize("unit", [16, 1], ids=["words", "bytes"])
+def test_extents_and_pages_are_copied_byte_for_byte(
+    device: torch.device, unit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "CHUNK_BYTES", 64)
+    source = torch.randint(0, 256, (4000,), dtype=torch.uint8)
+    target = torch.zeros(4000, dtype=torch.uint8, device=device)
+    extents = np.array([(0, 11, 9), (20, 40, 0), (30, 100, 20)], dtype=np.int64) * unit
+    pages.copy_extents(target, source.to(device), extents, programs=3)
+    want = torch.zeros(4000, dtype=torch.uint8)
+    for to, start, size in extents.tolist():
+        want[to : to + size] = source[start : start + size]
+    assert torch.equal(target.cpu(), want)
+    pages.copy_extents(target, source.to(device), extents[:0])
+    slot = 10 * unit
+    arena = source.to(device)
+    pages.move_pages(arena, np.array([5, 1]), np.array([0, 7]), slot)
+    want = source.clone()
+    want[5 * slot : 6 * slot], want[slot : 2 * slot] = source[:slot], source[7 * slot : 8 * slot]
+    assert torch.equal(arena.cpu(), want)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), st.integers(0, 200)), max_size=6), st.integers(1, 64))
+def test_split_extents_cover_what_they_split(extents: list[tuple[int, int, int]], chunk: int) -> None:
+    table = np.array(extents, dtype=np.int64).reshape(-1, 3)
+    got = pages.split_extents(table, chunk)
+    want = {(to + i, start + i) for to, start, size in extents for i in range(size)}
+    assert {(to + i, start + i) for to, start, size in got.tolist() for i in range(size)} == want
+    assert not len(got) or (got[:, 2].min() > 0 and got[:, 2].max() <= chunk)
