@@ -464,8 +464,7 @@ def _directions(text: str) -> list[Direction]:
 
 
 def _option(text: str) -> tuple[str, Any]:
-    key, _, value = text.partition("=")
-    return key, json.loads(value)
+    return text.partition("=")[0], json.loads(text.partition("=")[2])
 
 
 def main() -> None:

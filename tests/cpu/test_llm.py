@@ -198,7 +198,9 @@ def test_a_rank_that_stops_is_named_though_no_collective_can(
     """As on a device whose collectives are queued, where rank 0 waits and cannot tell for whom."""
     monkeypatch.setattr(executor, "COLLECTIVE_SHARE", 100.0)
     monkeypatch.setattr(executor, "STOP_TIMEOUT_S", 0.5)
-    with LLM(str(tiny_checkpoint("base")), ranks=3, layout="dp", kv_cache_gib=0.05, step_timeout_s=2.0) as llm:
+    with LLM(
+        str(tiny_checkpoint("base")), ranks=3, layout="dp", kv_cache_gib=0.05, step_timeout_s=2.0, max_restarts=0
+    ) as llm:
         llm.generate([5, 6, 7], GREEDY)
         group = llm.engine.loop.executor
         assert isinstance(group, LocalGroup)
