@@ -63,7 +63,7 @@ def test_tokens_are_the_cpus_and_nothing_is_left(
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_or_hangs_is_named(how: signal.Signals) -> None:
-    with LLM(ranks=2, layout="tp", step_timeout_s=5.0, **OPTIONS) as llm:
+    with LLM(ranks=2, layout="tp", step_timeout_s=5.0, max_restarts=0, **OPTIONS) as llm:
         llm.generate([5, 6, 7], SamplingParams(max_tokens=2))
         pids = pids_of(llm)
         os.kill(pids[1], how)
