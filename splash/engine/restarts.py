@@ -69,7 +69,8 @@ class Restarts:
         while self._recent and now - self._recent[0] >= self._window_s:
             self._recent.popleft()
         if len(self._recent) >= self._most:
-            raise WorkerError(f"{error}; restarts are spent ({self._most} in {self._window_s:g} s)", error.rank)
+            spent = f"; restarts are spent ({self._most} in {self._window_s:g} s)" if self._most else ""
+            raise WorkerError(f"{error}{spent}", error.rank)
         self._recent.append(now)
         self.num_restarts += 1
         self.last_error = str(error)

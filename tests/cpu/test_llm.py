@@ -211,7 +211,7 @@ def test_a_rank_that_stops_is_named_though_no_collective_can(
 
 
 def test_a_killed_rank_is_named_and_nothing_is_left(tiny_checkpoint: Callable[[str], Path]) -> None:
-    with LLM(str(tiny_checkpoint("base")), ranks=3, layout="dp", kv_cache_gib=0.05) as llm:
+    with LLM(str(tiny_checkpoint("base")), ranks=3, layout="dp", kv_cache_gib=0.05, max_restarts=0) as llm:
         group = llm.engine.loop.executor
         assert isinstance(group, LocalGroup)
         pids = group.pids
