@@ -62,6 +62,9 @@ def test_the_ready_line_names_what_serves(server: Process) -> None:
         "layouts": [*LAYOUTS],
         "methods": [*METHODS],
         "active": None,
+        "policy": "static",
+        "pinned": False,
+        "decision": None,
     }
 
 
