@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from splash.core.errors import CapacityError
 from splash.core.layout import Layout, check_layout
 from splash.core.memory import ArenaGeometry, slots_for
 from splash.core.ownership import page_holders, weight_holders
@@ -44,7 +45,10 @@ def geometry_for_budget(
         CapacityError: not even the attention weights fit.
     """
     num_slots = slots_for(spec, kv, page_size, weight_bytes, max(budget_bytes, 0) // spec.num_layers)
-    return ArenaGeometry(spec, kv, page_size, weight_bytes, ranks, num_slots)
+    try:
+        return ArenaGeometry(spec, kv, page_size, weight_bytes, ranks, num_slots)
+    except CapacityError as error:
+        raise CapacityError(f"{budget_bytes / 2**30:.2f} GiB a rank are left for arenas: {error}") from None
 
 
 def capacity(geometry: ArenaGeometry, layout: Layout, batch: int) -> Capacity:
