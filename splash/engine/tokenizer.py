@@ -84,11 +84,6 @@ class Tokenizer:
         """Number of token ids, added tokens included. A model's own vocabulary may be padded beyond it."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether `apply_chat_template` can work."""
-        return self._template is not None
-
     def special_id(self, name: str) -> int | None:
         """Id of a named special token such as "eos_token", or None where the checkpoint has none."""
         text = self.special_tokens.get(name)
