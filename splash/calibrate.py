@@ -25,10 +25,9 @@ from splash.core.errors import ConfigError, SplashError, WorkerError
 from splash.core.hardware import Calibration, Collective, Costs, Hardware, calibration_path, save_calibration
 from splash.core.layout import DP, TP, Layout
 from splash.core.memory import ArenaGeometry
-from splash.core.spec import DTYPE_BYTES, kv_format
+from splash.core.spec import DTYPE_BYTES, ModelSpec, kv_format
 from splash.machine import describe
 from splash.model.choice import ModelChoice
-from splash.model.config import load_model_config, resolve_model_path
 from splash.platform.base import Platform
 from splash.platform.registry import detect, require
 from splash.scheduler.cost_model import CostModel
@@ -57,21 +56,19 @@ class CalibrateSettings:
     ranks: int | None
     dtype: Literal["float32", "bfloat16"] | None
     model: ModelChoice
+    load_format: Literal["safetensors", "dummy"]
     page_size: int
     budget_s: float
     timeout_s: float
     out: Path | None
     hardware: Hardware | None = None  # None: found by the machine
 
-    @property
-    def checkpoint(self) -> str:
-        """The directory of the model, or "builtin:NAME"."""
-        assert self.model.path is not None
-        return self.model.path
-
     def __post_init__(self) -> None:
-        if self.model.path is None:
-            raise ConfigError("model.path", f"{self.model.name} comes without weights; give a checkpoint's directory")
+        if self.model.path is None and self.load_format != "dummy":
+            raise ConfigError(
+                "model.path",
+                f"{self.model.name} comes without weights; give a checkpoint's directory, or load_format=dummy",
+            )
         for field, ok, accepted in (
             ("ranks", self.ranks is None or 1 <= self.ranks <= 128, "between 1 and 128"),
             ("page_size", self.page_size >= 1 and self.page_size & (self.page_size - 1) == 0, "a power of two"),
@@ -98,8 +95,8 @@ def calibrate(settings: CalibrateSettings, say: Callable[[str], None]) -> Calibr
     say(f"{device}: {ranks} ranks on platform {platform.name}, {dtype}, replacing the figures of {hardware.name}")
     say("measuring products, memory, attention, collectives and one-sided reads ...")
     measured = measure_ranks(settings, platform, ranks, dtype, deadline)
-    without_steps = fit_stages(hardware, measured, settings.checkpoint, ranks, dtype)
-    say("measuring steps of a small model ...")
+    without_steps = fit_stages(hardware, measured, settings.model.spec(), ranks, dtype)
+    say(f"measuring steps of {settings.model.name} ...")
     times = measure_steps(settings, platform, ranks, dtype, deadline)
     costs = fit_steps(without_steps, times, settings, ranks, dtype)
     for line in _summary(costs):
@@ -132,7 +129,7 @@ def measure_ranks(
     settings: CalibrateSettings, platform: Platform, ranks: int, dtype: str, deadline: float
 ) -> dict[str, float]:
     """Run `splash.calibrate_rank` on every rank: each figure as the slowest rank measured it."""
-    spec = load_model_config(settings.checkpoint).spec
+    spec = settings.model.spec()
     kv, weight_bytes = kv_format(spec, dtype), DTYPE_BYTES[dtype]
     weights = ArenaGeometry(spec, kv, settings.page_size, weight_bytes, ranks, num_slots=1 << 40).num_weight_slots
     num_slots = weights + MEASURED_PAGES * (1 if platform.name == "cpu" else 16)
@@ -147,7 +144,7 @@ def measure_ranks(
                     "group": dict(handle.info),
                     "rank": rank,
                     "ranks": ranks,
-                    "model": str(resolve_model_path(settings.checkpoint)),
+                    "model_config": settings.model.contents(),
                     "dtype": dtype,
                     "page_size": settings.page_size,
                     "num_slots": num_slots,
@@ -189,7 +186,7 @@ def _result(processes: Sequence[subprocess.Popen[str]], rank: int, folder: Path,
     return result
 
 
-def fit_stages(hardware: Hardware, measured: Mapping[str, float], model: str, ranks: int, dtype: str) -> Hardware:
+def fit_stages(hardware: Hardware, measured: Mapping[str, float], spec: ModelSpec, ranks: int, dtype: str) -> Hardware:
     """The description with what ranks measured by themselves in place of its figures; overheads of steps are zero."""
     old = hardware.costs
     if old is None:
@@ -230,7 +227,7 @@ def fit_stages(hardware: Hardware, measured: Mapping[str, float], model: str, ra
         link_gb_s=measured["pull_rate"] / 1e9,
         costs=costs,
     )
-    stages = CostModel(load_model_config(model).spec, fitted, ranks, dtype).stages
+    stages = CostModel(spec, fitted, ranks, dtype).stages
     heads, page_size = stages.spec.num_heads, stages.page_size
     # What the model does not explain of many sequences of one page is the sequences' own.
     tiny = measured["tiny_sequence_s"] - stages.attend_singles(page_size, page_size, 1, heads)
@@ -252,7 +249,9 @@ def measure_steps(
     from splash.calibrate_steps import StepBench
 
     timeout_s = max(1.0, deadline - time.monotonic())
-    with StepBench(settings.checkpoint, platform, ranks, dtype, settings.page_size, 4 * BATCH, timeout_s) as bench:
+    with StepBench(
+        settings.model, settings.load_format, platform, ranks, dtype, settings.page_size, 4 * BATCH, timeout_s
+    ) as bench:
         layout = _layout(bench.layouts())
         return {
             "empty": bench.measure(layout, StepLoad.of_arrays([], [], [], ranks), 30),
@@ -266,7 +265,7 @@ def fit_steps(
 ) -> Hardware:
     """The overheads of steps: what the stages do not explain, shared out by operations and by requests."""
     assert hardware.costs is not None
-    spec = load_model_config(settings.checkpoint).spec
+    spec = settings.model.spec()
     costs = dataclasses.replace(hardware.costs, step_us=times["empty"] * 1e6)
     model = CostModel(spec, dataclasses.replace(hardware, costs=costs), ranks, dtype, settings.page_size)
     layout = _layout(model.layouts)

@@ -18,7 +18,8 @@ from splash.core.step import NO_SLOT, NewRequest, Query, StepPlan
 from splash.engine.config import EngineConfig
 from splash.engine.executor import LocalGroup
 from splash.engine.messages import Run
-from splash.model.config import parse_model_config, read_model_config, resolve_model_path
+from splash.model.choice import ModelChoice
+from splash.model.config import resolve_model_path
 from splash.platform.base import Platform
 from splash.scheduler.load import StepLoad
 
@@ -29,7 +30,8 @@ class StepBench:
     The ranks hold all projections, which every layout finds its own in, so pages never lie where weights may be.
 
     Args:
-        model: checkpoint directory, or "builtin:NAME".
+        model: whose steps.
+        load_format: "safetensors", or "dummy" for random weights.
         platform: what to run on.
         ranks: T.
         dtype: "float32" or "bfloat16".
@@ -39,17 +41,31 @@ class StepBench:
     """
 
     def __init__(
-        self, model: str, platform: Platform, ranks: int, dtype: str, page_size: int, num_pages: int, timeout_s: float
+        self,
+        model: ModelChoice,
+        load_format: str,
+        platform: Platform,
+        ranks: int,
+        dtype: str,
+        page_size: int,
+        num_pages: int,
+        timeout_s: float,
     ) -> None:
-        contents = read_model_config(model)
-        spec = parse_model_config(contents, model).spec
+        contents, spec = model.contents(), model.spec()
         kv, weight_bytes = kv_format(spec, dtype), DTYPE_BYTES[dtype]
         weights = ArenaGeometry(spec, kv, page_size, weight_bytes, ranks, num_slots=1 << 40).num_weight_slots
         self.geometry = ArenaGeometry(spec, kv, page_size, weight_bytes, ranks, weights + num_pages)
         config = EngineConfig(
-            model=model, layout=DP.name, ranks=ranks, dtype=dtype, page_size=page_size, step_timeout_s=timeout_s
+            model=model.path or model.name,
+            load_format=load_format,
+            layout=DP.name,
+            ranks=ranks,
+            dtype=dtype,
+            page_size=page_size,
+            step_timeout_s=timeout_s,
         )
-        self._group = LocalGroup(config, str(resolve_model_path(model)), contents, platform, ranks, self.geometry)
+        directory = model.name if model.path is None else str(resolve_model_path(model.path))
+        self._group = LocalGroup(config, directory, contents, platform, ranks, self.geometry)
         self._group.start(spec.max_position_embeddings)
         self._step = 0
         self._request = 0

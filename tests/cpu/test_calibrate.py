@@ -14,11 +14,14 @@ from splash.calibrate_steps import StepBench
 from splash.core.errors import WorkerError
 from splash.core.hardware import calibrated, load_calibration
 from splash.core.layout import LAYOUTS
+from splash.model.choice import ModelChoice
+from splash.model.config import read_model_config
 from splash.platform.cpu.platform import CpuPlatform
 from splash.scheduler.cost_model import CostModel
 from splash.scheduler.load import StepLoad
 
 pytestmark = pytest.mark.timeout(120)
+SCRIBE = ModelChoice("scribe", "builtin:scribe")
 
 
 def children() -> set[str]:
@@ -41,7 +44,7 @@ def test_a_quick_calibration_has_every_figure_and_predicts_steps(
     assert found.costs.all_reduce.gb_s > 0 and "overlap" in found.kept
 
     hardware = calibrated(dataclasses.replace(module.choose(None)[1], calibration=str(out)))
-    spec = module.load_model_config("builtin:scribe").spec
+    spec = SCRIBE.spec()
     model = CostModel(spec, hardware, ranks, "float32")
     costs = model.steps(StepLoad.decode(4, 256, ranks))
     # A prediction in the right order of magnitude of a few milliseconds, whatever the machine does meanwhile.
@@ -70,7 +73,14 @@ def test_ranks_that_fail_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_steps_of_every_layout_and_kind_can_be_measured() -> None:
     loads = (StepLoad.of_arrays([], [], [], 2), StepLoad.decode(3, 100, 2), StepLoad.prefill(2, 70, 30, 2))
     before = children()
-    with StepBench("builtin:scribe", CpuPlatform(), 2, "float32", 64, 16, 60.0) as bench:
+    with StepBench(SCRIBE, "safetensors", CpuPlatform(), 2, "float32", 64, 16, 60.0) as bench:
         for layout in bench.layouts():
             assert all(bench.measure(layout, load, 1) > 0 for load in loads)
     assert children() == before
+
+
+def test_random_weights_need_no_checkpoint() -> None:
+    shape = ModelChoice("shape", config=read_model_config("builtin:scribe"), num_layers=1)
+    with StepBench(shape, "dummy", CpuPlatform(), 2, "float32", 64, 16, 60.0) as bench:
+        assert bench.geometry.spec.num_layers == 1
+        assert bench.measure(LAYOUTS["dp"], StepLoad.decode(3, 100, 2), 1) > 0

@@ -29,6 +29,7 @@ from splash.scheduler.load import StepLoad
 from splash.settings import build, compose
 
 SCRIBE = "builtin:scribe"
+SPEC = load_model_config(SCRIBE).spec
 MEASURED = {
     "gemm_peak": 2e11, "gemm_typical": 1.5e11, "copy": 2e10, "movement": 5e9, "read": 1.6e10, "absorbed": 1e11,
     "decode_read": 1e10,
@@ -46,7 +47,7 @@ def description(name: str = "cpu") -> Hardware:
 
 
 def calibration(**changes: Any) -> Calibration:
-    fitted = fit_stages(description(), MEASURED, SCRIBE, 2, "float32")
+    fitted = fit_stages(description(), MEASURED, SPEC, 2, "float32")
     assert fitted.costs is not None
     found = Calibration(
         "cpu",
@@ -133,7 +134,7 @@ def test_a_file_for_another_platform_is_refused(tmp_path: Path) -> None:
 
 
 def test_stages_are_fitted_to_what_ranks_measured() -> None:
-    fitted = fit_stages(description(), MEASURED, SCRIBE, 2, "float32")
+    fitted = fit_stages(description(), MEASURED, SPEC, 2, "float32")
     costs = fitted.costs
     assert costs is not None and fitted.fp32_tflops == 0.2 and fitted.memory_gb_s == 20
     assert costs.gemm == 0.75 and costs.memory == 0.8 and costs.absorbed == 0.5 and costs.decode_memory == 0.5
@@ -146,7 +147,7 @@ def test_stages_are_fitted_to_what_ranks_measured() -> None:
 
 def test_overheads_are_fitted_to_the_times_of_steps() -> None:
     settings = read_settings([])
-    stages = fit_stages(description(), MEASURED, SCRIBE, 2, "float32")
+    stages = fit_stages(description(), MEASURED, SPEC, 2, "float32")
     times = {"empty": 1e-4, "one": 8e-3, "many": 50e-3}
     fitted = fit_steps(stages, times, settings, 2, "float32")
     model = CostModel(load_model_config(SCRIBE).spec, fitted, 2, "float32", settings.page_size)
@@ -180,7 +181,9 @@ def test_a_description_is_found_by_the_devices_name(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("spelling", [[], ["+hardware=auto"], ["hardware=auto"]])
 def test_auto_is_the_default(spelling: list[str]) -> None:
     assert read_settings(spelling).hardware is None
-    settings = CalibrateSettings(3, None, ModelChoice("scribe", SCRIBE), 64, 0.5, 300.0, None, description())
+    settings = CalibrateSettings(
+        3, None, ModelChoice("scribe", SCRIBE), "safetensors", 64, 0.5, 300.0, None, description()
+    )
     assert read_settings(["hardware=cpu", "ranks=3"]) == settings
 
 
