@@ -3,12 +3,16 @@
     projections   KV          before attention                    after attention
     sharded       replicated  nothing                             nothing
     replicated    request     nothing                             nothing
-    sharded       request     all-to-all: heads -> owned rows     the reverse all-to-all
-    sharded       position    all-gather of heads                 LSE-weighted reduce-scatter over heads
+    sharded       request     short: all-to-all of heads to rows  the reverse all-to-all
+                              long chunks: all-gather of history  nothing
+    sharded       position    short: all-gather of heads          LSE-weighted reduce-scatter over heads
+                              long chunks: all-gather of history  nothing
     replicated    position    single rows: all-gather of rows     LSE-weighted reduce-scatter over rows
                               chunks: all-gather of history       nothing
 
-Where a rank has the heads and the whole history of a row, long chunks attend in the expanded form.
+Where a rank has the heads and the whole history of a row, long chunks attend in the expanded form. With sharded
+projections their history is gathered for that: it is smaller than their queries in the latent space, and each rank
+expands it for its own heads alone.
 
 An exchange is built once a step from the rows and used by every layer. Every rank enters every collective of its
 layout, whatever rows it has.
@@ -211,38 +215,115 @@ class LocalExchange(Exchange):
         return self._attention.run(inputs, query_nQ, self.rotary, inputs.pages_SPK)
 
 
-class OwnerExchange(Exchange):
-    """Heads are sharded, pages are with their owner: exchange (all rows, own heads) for (own rows, all heads).
+class History:
+    """The pages of some queries, gathered from the ranks that hold them into a workspace on every rank.
 
-    Heads of rank t arrive as block t, so all heads are in order once the blocks lie side by side.
+    Attributes:
+        pages: of every query of the step, as places in the workspace; those that are not gathered have none.
+    """
+
+    def __init__(self, rows: StepRows, queries: Sequence[int], step: StepInputs) -> None:
+        holders, owned = [], []
+        for query in queries:
+            slots_cT = rows.tables[query].slots_cT
+            holder_c = (slots_cT != NO_SLOT).argmax(axis=1)
+            holders.append(holder_c)
+            owned.append(slots_cT[holder_c == rows.rank, rows.rank])
+        holder_all = np.concatenate(holders)
+        self._counts = [int(count) for count in np.bincount(holder_all, minlength=rows.ranks)]
+        # Where each page lands: ranks one after another, and within a rank in (query, page) order.
+        order = np.argsort(holder_all, kind="stable")
+        place = np.empty(len(order), dtype=np.int64)
+        place[order] = np.arange(len(order))
+        lengths = np.zeros(len(rows.queries) + 1, dtype=np.int64)
+        lengths[np.array(queries) + 1] = [len(holder_c) for holder_c in holders]
+        numbers = np.concatenate([np.arange(len(holder_c)) for holder_c in holders])
+        self.pages = QueryPages(place, numbers, np.cumsum(lengths))
+        self._slots = step.upload(np.concatenate(owned).astype(np.int64))
+
+    def gather(self, pages_SPK: Tensor, group: Rank) -> Tensor:
+        """The workspace, [pages, page size, C + R]. Every rank enters."""
+        return group.comm.all_gather(pages_SPK[self._slots], self._counts)
+
+
+class ShardedExchange(Exchange):
+    """Heads are sharded, rows are everywhere, and nobody has the whole history of all: what its two kinds share.
+
+    Chunks of `spec.expanded_rows` rows attend in the expanded form to gathered history; `_run_short` is for the others.
     """
 
     def __init__(self, rows: StepRows, spec: ModelSpec, group: Rank, step: StepInputs) -> None:
         super().__init__(rows, group)
         self._index = store_index(rows, rows.local, step)
-        self._batch = attention_batch(rows, rows.own, rows.held_pages, step, spec.num_heads)
-        self._by_owner = rows.counts_T
-        self._own = [rows.counts_T[rows.rank]] * rows.ranks
+        lengths = np.array([len(query.tokens) for query in rows.queries], dtype=np.int64)
+        long = np.flatnonzero((lengths >= spec.expanded_rows) & (lengths > 1))
+        is_long_N = np.isin(rows.query_N, long)
+        self._short_rows = np.flatnonzero(~is_long_N)
+        self._num_rows = len(is_long_N)
+        if len(long):
+            chosen = np.flatnonzero(is_long_N)
+            self._long_index, self._short_index = step.upload(chosen), step.upload(self._short_rows)
+            self._history = History(rows, long.tolist(), step)
+            num_heads = spec.num_heads // group.size
+            self._long_batch = attention_batch(rows, chosen, self._history.pages, step, num_heads)
+
+    @abstractmethod
+    def _run_short(self, inputs: AttentionInputs, query_nQ: Tensor, rotary: Rotary) -> Tensor:
+        """[n, h, V] of all rows but those of long chunks, in global order, from Q-B's input."""
 
     def run(self, inputs: AttentionInputs) -> Tensor:
+        query_NQ = inputs.store(self._index, self.rotary)
+        num_short = len(self._short_rows)
+        if num_short == self._num_rows:
+            return self._run_short(inputs, query_NQ, self.rotary)
+        if not num_short:
+            return self._run_long(inputs, query_NQ, self.rotary)
+        long, short = self._long_index, self._short_index
+        long_nhV = self._run_long(inputs, query_NQ[long], self.rotary[long])
+        values_NhV = long_nhV.new_empty(self._num_rows, *long_nhV.shape[1:])
+        values_NhV[long] = long_nhV
+        values_NhV[short] = self._run_short(inputs, query_NQ[short], self.rotary[short])
+        return values_NhV
+
+    def _run_long(self, inputs: AttentionInputs, query_nQ: Tensor, rotary: Rotary) -> Tensor:
+        heads, group = inputs.heads, self.group
+        history = self._history.gather(inputs.pages_SPK, group)
+        q_nhd = heads.rotate_(heads.queries(query_nQ), rotary.cos, rotary.sin, group.kernels)
+        return group.attention.attend_expanded(q_nhd, history, self._long_batch, heads.kv_b, inputs.scale)
+
+
+class OwnerExchange(ShardedExchange):
+    """Pages are with their owner: exchange (all rows, own heads) for (own rows, all heads).
+
+    Heads of rank t arrive as block t, so all heads are in order once the blocks lie side by side.
+    """
+
+    def __init__(self, rows: StepRows, spec: ModelSpec, group: Rank, step: StepInputs) -> None:
+        super().__init__(rows, spec, group, step)
+        edges = np.searchsorted(self._short_rows, np.cumsum([0, *rows.counts_T]))
+        own = self._short_rows[edges[rows.rank] : edges[rows.rank + 1]]
+        self._batch = attention_batch(rows, own, rows.held_pages, step, spec.num_heads)
+        self._by_owner = np.diff(edges).tolist()
+        self._own = [len(own)] * rows.ranks
+
+    def _run_short(self, inputs: AttentionInputs, query_nQ: Tensor, rotary: Rotary) -> Tensor:
         comm, ranks, own = self.group.comm, self.group.size, self._own[0]
-        q_NhK = inputs.absorbed(inputs.store(self._index, self.rotary), self.rotary)
-        q_TnhK = comm.all_to_all(q_NhK, self._by_owner, self._own).view(ranks, own, *q_NhK.shape[1:])
+        q_nhK = inputs.absorbed(query_nQ, rotary)
+        q_TnhK = comm.all_to_all(q_nhK, self._by_owner, self._own).view(ranks, own, *q_nhK.shape[1:])
         out_nHC, _ = inputs.attend(q_TnhK.transpose(0, 1).flatten(1, 2), self._batch)
-        out_TnhC = out_nHC.view(own, ranks, q_NhK.shape[1], inputs.value_dim).transpose(0, 1).contiguous()
+        out_TnhC = out_nHC.view(own, ranks, q_nhK.shape[1], inputs.value_dim).transpose(0, 1).contiguous()
         return inputs.heads.values(comm.all_to_all(out_TnhC.flatten(0, 1), self._own, self._by_owner))
 
 
-class HeadExchange(Exchange):
+class HeadExchange(ShardedExchange):
     """Heads and pages are both sharded: every rank attends with all heads to its own pages, then parts are merged."""
 
     def __init__(self, rows: StepRows, spec: ModelSpec, group: Rank, step: StepInputs) -> None:
-        super().__init__(rows, group)
-        self._index = store_index(rows, rows.local, step)
-        self._batch = attention_batch(rows, rows.local, rows.held_pages, step, spec.num_heads)
+        super().__init__(rows, spec, group, step)
+        self._batch = attention_batch(rows, self._short_rows, rows.held_pages, step, spec.num_heads)
 
-    def run(self, inputs: AttentionInputs) -> Tensor:
-        q_nhK = inputs.absorbed(inputs.store(self._index, self.rotary), self.rotary)
+    def _run_short(self, inputs: AttentionInputs, query_nQ: Tensor, rotary: Rotary) -> Tensor:
+        q_nhK = inputs.absorbed(query_nQ, rotary)
         heads_T = [q_nhK.shape[1]] * self.group.size
         q_HnK = self.group.comm.all_gather(q_nhK.transpose(0, 1).contiguous(), heads_T)
         out_nHC, lse_nH = inputs.attend(q_HnK.transpose(0, 1).contiguous(), self._batch)
@@ -273,34 +354,15 @@ class PositionExchange(Exchange):
         self._has_chunks = len(singles) < len(home_N)
         if self._has_chunks:
             self._chunk_store = store_index(rows, chunk, step)
-            self._plan_history(rows, chunk, spec, group, step)
+            queries = [query for query in range(len(rows.queries)) if len(rows.queries[query].tokens) > 1]
+            self._history = History(rows, queries, step)
+            pages = self._history.pages
+            self._chunk_attention = LocalAttention(rows, chunk, pages, spec, spec.num_heads, group, step)
 
     def start(self, rotary_N: Rotary) -> None:
         super().start(rotary_N)
         if self._has_singles:
             self._single_rotary = rotary_N[self._single_index]
-
-    def _plan_history(self, rows: StepRows, chunk: slice, spec: ModelSpec, group: Rank, step: StepInputs) -> None:
-        holders, owned = [], []
-        chunk_queries = [query for query in range(len(rows.queries)) if len(rows.queries[query].tokens) > 1]
-        for query in chunk_queries:
-            slots_cT = rows.tables[query].slots_cT
-            holder_c = (slots_cT != NO_SLOT).argmax(axis=1)
-            holders.append(holder_c)
-            owned.append(slots_cT[holder_c == rows.rank, rows.rank])
-        holder_all = np.concatenate(holders)
-        self._page_counts = [int(count) for count in np.bincount(holder_all, minlength=rows.ranks)]
-        # Where each page lands: ranks one after another, and within a rank in (query, page) order.
-        order = np.argsort(holder_all, kind="stable")
-        place = np.empty(len(order), dtype=np.int64)
-        place[order] = np.arange(len(order))
-        # Chunks alone have pages there.
-        lengths = np.zeros(len(rows.queries) + 1, dtype=np.int64)
-        lengths[np.array(chunk_queries) + 1] = [len(holder_c) for holder_c in holders]
-        numbers = np.concatenate([np.arange(len(holder_c)) for holder_c in holders])
-        pages = QueryPages(place, numbers, np.cumsum(lengths))
-        self._owned_slots = step.upload(np.concatenate(owned).astype(np.int64))
-        self._chunk_attention = LocalAttention(rows, chunk, pages, spec, spec.num_heads, group, step)
 
     def run(self, inputs: AttentionInputs) -> Tensor:
         n = self._num_chunk
@@ -314,7 +376,7 @@ class PositionExchange(Exchange):
 
     def _run_chunks(self, inputs: AttentionInputs, query_nQ: Tensor, latent_nK: Tensor) -> Tensor:
         self.group.kernels.store(inputs.pages_SPK, self._chunk_store, latent_nK)
-        history = self.group.comm.all_gather(inputs.pages_SPK[self._owned_slots], self._page_counts)
+        history = self._history.gather(inputs.pages_SPK, self.group)
         return self._chunk_attention.run(inputs, query_nQ, self.rotary[: self._num_chunk], history)
 
     def _run_singles(self, inputs: AttentionInputs, query_nQ: Tensor, latent_nK: Tensor) -> Tensor:
