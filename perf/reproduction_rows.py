@@ -301,9 +301,9 @@ def adaptive(policies: Rows, stated: list[float]) -> list[str]:
         "| hardware | workload | " + " | ".join((*PAPER_LAYOUTS, "dcp")) + " | over the best fixed | switches |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    places = dict.fromkeys((row["hardware"], row["workload"]) for row in policies.rows)
-    for hardware, workload in places:
-        rows = {series_of(row): row for row in policies.of(hardware=hardware, workload=workload)}
+    places = dict.fromkeys((row["hardware"], row["grid"]) for row in policies.rows)
+    for hardware, grid in places:
+        rows = {series_of(row): row for row in policies.of(hardware=hardware, grid=grid)}
         if "adaptive" not in rows:
             continue
         own = rows["adaptive"]["tokens_per_s"]
@@ -311,6 +311,6 @@ def adaptive(policies: Rows, stated: list[float]) -> list[str]:
         cells = [f"{own / fixed[name]:.2f}" if name in fixed else "does not fit" for name in (*PAPER_LAYOUTS, "dcp")]
         best = own / max(fixed.values())
         lines.append(
-            f"| {hardware} | {workload} | {' | '.join(cells)} | **{best:.3f}** | {rows['adaptive']['switches']} |"
+            f"| {hardware} | {grid} | {' | '.join(cells)} | **{best:.3f}** | {rows['adaptive']['switches']} |"
         )
     return lines
