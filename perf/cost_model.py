@@ -62,7 +62,7 @@ def main() -> None:
     loads = grid(ranks)
     pages = max(int((load.context_q // 64 + 1).sum()) for load in loads.values())
     with StepBench(MODEL, platform, ranks, found.dtype, 64, pages, 120.0) as bench:
-        model = CostModel(bench.geometry.spec, hardware, ranks, found.dtype, 64, cheapest_forms=False)
+        model = CostModel(bench.geometry.spec, hardware, ranks, found.dtype, 64)
         rows = [_compare(bench, model, name, load, args.repeats) for name, load in loads.items()]
 
     errors = [abs(p / m - 1) for row in rows for p, m in row["ms"].values()]
