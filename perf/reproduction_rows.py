@@ -310,7 +310,5 @@ def adaptive(policies: Rows, stated: list[float]) -> list[str]:
         fixed = {name: row["tokens_per_s"] for name, row in rows.items() if name != "adaptive"}
         cells = [f"{own / fixed[name]:.2f}" if name in fixed else "does not fit" for name in (*PAPER_LAYOUTS, "dcp")]
         best = own / max(fixed.values())
-        lines.append(
-            f"| {hardware} | {grid} | {' | '.join(cells)} | **{best:.3f}** | {rows['adaptive']['switches']} |"
-        )
+        lines.append(f"| {hardware} | {grid} | {' | '.join(cells)} | **{best:.3f}** | {rows['adaptive']['switches']} |")
     return lines
