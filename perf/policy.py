@@ -6,9 +6,9 @@
         load_format=dummy dtype=bfloat16 ranks=2 kv_cache_gib=16 max_batched_tokens=4096
 
 Options without dashes are those of `python -m splash.serve`. The workloads are those of conf/workload in the size of
-the model that ships with SPLASH; `--load` multiplies how many requests come. A turn is one engine, in one layout or with a
-policy that starts from the first layout, that serves a whole workload. Layouts are compared by the tokens a second of
-the whole turn, prompts included; figures are medians over the rounds.
+the model that ships with SPLASH; `--load` multiplies how many requests come. A turn is one engine, in one layout or
+with a policy that starts from the first layout, that serves a whole workload. Layouts are compared by the tokens a
+second of the whole turn, prompts included; figures are medians over the rounds.
 
 The ceiling beside them is a clairvoyant that never pays for a switch: every stretch of the work, by tokens served, in
 the time of the fixed layout that was fastest over it. The requests do not say how long their answers will be: they may
@@ -276,7 +276,7 @@ def settings(args: argparse.Namespace) -> tuple[EngineConfig, ModelConfig]:
     hardware = config.description or describe(platform)
     if args.calibration != "described":
         if args.calibration == "measure":
-            asked = dataclasses.replace(read_settings([]), ranks=ranks, dtype=config.dtype, hardware=hardware)
+            asked = dataclasses.replace(read_settings([f"ranks={ranks}", f"dtype={config.dtype}"]), hardware=hardware)
             found = calibrate(asked, lambda line: print(line, file=sys.stderr, flush=True))
         else:
             found = load_calibration(args.calibration)
