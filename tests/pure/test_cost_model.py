@@ -174,10 +174,10 @@ def test_the_form_of_a_chunk_is_the_cheaper_or_by_rule() -> None:
         for model in (tiny_model(), tiny_model(cheapest_forms=True)):
             assert model.step(DP, load).stages["attention"] == pytest.approx(2 * both[chunk][is_expanded])
     load = StepLoad.prefill(1, 64, 0, 2)
-    cheapest = tiny_model(cheapest_forms=True).step(DOP, load).stages["attention"]
-    assert cheapest == pytest.approx(2 * stages.attend_expanded(long, 2))
-    by_rule = tiny_model().step(DOP, load).stages["attention"]
-    assert by_rule == pytest.approx(2 * stages.attend_absorbed(long, 4))
+    for model in (tiny_model(), tiny_model(cheapest_forms=True)):
+        assert model.step(DOP, load).stages["attention"] == pytest.approx(2 * stages.attend_expanded(long, 2))
+    few = StepLoad.of_arrays([0], [short.rows], [short.start], 2)
+    assert tiny_model().step(DOP, few).stages["attention"] == pytest.approx(2 * stages.attend_absorbed(short, 4))
 
 
 def test_cp_sends_the_queries_of_a_short_chunk_after_a_long_history() -> None:
