@@ -84,7 +84,7 @@ def main() -> None:
     pages = max(int((load.context_q // size + 1).sum()) for load in loads.values())
     choice, form = settings.model, settings.load_format
     with StepBench(choice, form, platform, ranks, found.dtype, size, pages, 120.0) as bench:
-        model = CostModel(bench.geometry.spec, hardware, ranks, found.dtype, size, cheapest_forms=False)
+        model = CostModel(bench.geometry.spec, hardware, ranks, found.dtype, size)
         rows = [_compare(bench, model, name, load, args.repeats) for name, load in loads.items()]
 
     errors = [abs(p / m - 1) for row in rows for p, m in row["ms"].values()]

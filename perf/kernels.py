@@ -1,6 +1,6 @@
 """Time the Triton kernels on a GPU, each beside what it is to be compared with, in one run.
 
-    python -m perf.kernels [--only decode prefill experts small pages] [--out perf/results/gpu-kernels.json]
+    python -m perf.kernels [--only decode prefill experts router small pages] [--out perf/results/gpu-kernels.json]
 
 Ceilings are measured first: the bandwidth of a large copy (bytes read plus bytes written) and the rate of a large bf16
 matrix product. Attention is compared with FlashInfer where that is installed, on the same values. Every kernel's result
@@ -21,13 +21,15 @@ import numpy as np
 import torch
 
 from perf.common import report
+from splash.core.spec import MoeSpec
 from splash.platform.base import AttentionBatch
+from splash.platform.cpu.kernels import CpuKernels
 from splash.platform.triton.attention import TritonAttention
 from splash.platform.triton.kernels import TritonKernels
 from splash.platform.triton.pages import chunk_table, copy_chunks
 from splash.platform.triton.rows import pack_heads, unpack_heads
 
-C, R, NOPE, VALUE, PAGE = 512, 64, 128, 128, 64  # DeepSeek-V3's, and the default page size
+QUERY, C, R, NOPE, VALUE, PAGE = 1536, 512, 64, 128, 128, 64  # DeepSeek-V3's, and the default page size
 SCALE = (NOPE + R) ** -0.5
 DECODE = [(16, 32 << 10), (128, 4 << 10), (1, 128 << 10)]  # requests x tokens
 DECODE_HEADS = (16, 64, 128)
@@ -329,6 +331,31 @@ def experts(limits: dict[str, float]) -> list[dict[str, Any]]:
     return rows
 
 
+def router(limits: dict[str, float]) -> list[dict[str, Any]]:
+    """The router's kernels against the same in torch; a few microseconds, whatever the ceilings are."""
+    kernels, oracle = TritonKernels("cuda"), CpuKernels()
+    rows = []
+    for num_experts in (64, 256):
+        moe = MoeSpec(num_experts, 8, 2048, 1, num_groups=8, top_k_groups=4, routed_scaling_factor=2.5)
+        weight = torch.randn(num_experts, 7168, device="cuda") * 7168**-0.5
+        bias = torch.rand(num_experts, device="cuda") * 0.1
+        for num_rows in (1, 16, 128, 256, 512, 2048):
+            x = torch.randn(num_rows, 7168, device="cuda", dtype=torch.bfloat16)
+            args = (x, weight, bias, moe)
+            got, want = (
+                torch.zeros(num_rows, num_experts, device="cuda").scatter_(1, *k.route(*args))
+                for k in (kernels, oracle)
+            )
+            row: dict[str, Any] = {"what": "router", "rows": num_rows, "experts": num_experts}
+            row["error"] = error(got, want)
+            row["ms"] = milliseconds(lambda: kernels.route(*args))  # noqa: B023
+            row["torch_ms"] = milliseconds(lambda: oracle.route(*args))  # noqa: B023
+            row["of_torch"] = row["torch_ms"] / row["ms"]
+            show(row)
+            rows.append(row)
+    return rows
+
+
 def small(limits: dict[str, float]) -> list[dict[str, Any]]:
     """Kernels that only move bytes, against the copy bandwidth."""
     kernels, oracle = TritonKernels("cuda"), torch.nn.functional
@@ -338,32 +365,33 @@ def small(limits: dict[str, float]) -> list[dict[str, Any]]:
     q = torch.randn(4096, heads, NOPE + R, device="cuda", dtype=bf16)
     angle = torch.rand(n, R // 2, device="cuda")
     cos, sin = angle.cos(), angle.sin()
-    kv = torch.randn(n, C + R, device="cuda", dtype=bf16)
+    down = torch.randn(n, QUERY + C + R, device="cuda", dtype=bf16)
     cache = torch.zeros(n // PAGE * 2, PAGE, C + R, device="cuda", dtype=bf16)
     index = torch.randperm(2 * n, device="cuda")[:n]
-    parts = torch.randn(4, 2048, heads, C, device="cuda", dtype=bf16)
-    lses = torch.randn(4, 2048, heads, device="cuda")
     gate_up = torch.randn(n, 4096, device="cuda", dtype=bf16)
     packed = pack_heads(q, 8)
     error(kernels.rms_norm(x, weight, 1e-6), oracle.rms_norm(x.float(), (7168,), weight.float(), 1e-6))
     error(kernels.silu_and_mul(gate_up), oracle.silu(gate_up[:, :2048].float()) * gate_up[:, 2048:].float())
-    error(kernels.merge(parts, lses)[0], (parts.float() * lses.softmax(0).unsqueeze(-1)).sum(0))
     error(packed, q.view(4096, 8, heads // 8, -1).transpose(0, 1))
     rotary = q[:, :, NOPE:]
     first, second = rotary.float().chunk(2, dim=-1)
     c, s = cos[:4096, None], sin[:4096, None]
     turned = torch.cat((first * c - second * s, second * c + first * s), dim=-1)
-    error(kernels.rotate(rotary, cos[:4096], sin[:4096]), turned)
-    kernels.latent_store(kv, weight[:C], 1e-6, cos, sin, cache, index)
-    error(cache.flatten(0, 1)[index][:, :C], oracle.rms_norm(kv[:, :C].float(), (C,), weight[:C].float(), 1e-6))
+    rotated = torch.empty_like(rotary)
+    kernels.rotate(rotary, cos[:4096], sin[:4096], rotated)
+    error(rotated, turned)
+    latents = lambda: kernels.latent_store(down, weight[:QUERY], weight[:C], 1e-6, cos, sin, cache, index)  # noqa: E731
+    part = down[:, :QUERY].float()
+    error(latents(), oracle.rms_norm(part, (QUERY,), weight[:QUERY].float(), 1e-6))
+    part = down[:, QUERY : QUERY + C].float()
+    error(cache.flatten(0, 1)[index][:, :C], oracle.rms_norm(part, (C,), weight[:C].float(), 1e-6))
     size = lambda *tensors: sum(t.numel() * t.element_size() for t in tensors)  # noqa: E731
     calls: dict[str, tuple[Callable[[], object], int]] = {
         "rms_norm": (lambda: kernels.rms_norm(x, weight, 1e-6), 2 * size(x)),
         "add_rms_norm": (lambda: kernels.add_rms_norm(x, other, weight, 1e-6), 4 * size(x)),
         "silu_and_mul": (lambda: kernels.silu_and_mul(gate_up), size(gate_up) * 3 // 2),
-        "rotate in place": (lambda: kernels.rotate_(rotary, cos[:4096], sin[:4096]), 2 * 4096 * heads * R * 2),
-        "latent_store": (lambda: kernels.latent_store(kv, weight[:C], 1e-6, cos, sin, cache, index), 2 * size(kv)),
-        "merge of 4": (lambda: kernels.merge(parts, lses), size(parts) * 5 // 4),
+        "rotate in place": (lambda: kernels.rotate(rotary, cos[:4096], sin[:4096], rotary), 2 * 4096 * heads * R * 2),
+        "latent_store": (latents, 2 * size(down)),
         "pack_heads": (lambda: pack_heads(q, 8), 2 * size(q)),
         "unpack_heads": (lambda: unpack_heads(packed), 2 * size(q)),
     }
@@ -409,6 +437,7 @@ SECTIONS: dict[str, Callable[[dict[str, float]], list[dict[str, Any]]]] = {
     "decode": decode,
     "prefill": prefill,
     "experts": experts,
+    "router": router,
     "small": small,
     "pages": pages,
 }

@@ -2,19 +2,26 @@
 
     python -m perf.policy --out perf/results/cpu-policy.json
     python -m perf.policy --workloads rl_rollout,agentic --repeats 3 --policy threshold
+    python -m perf.policy --load 8 --calibration described model=deepseek_v3 model.num_layers=8 model.num_experts=64 \
+        load_format=dummy dtype=bfloat16 ranks=2 kv_cache_gib=16 max_batched_tokens=4096
 
-The workloads are those of conf/workload in the size of the model that ships with SPLASH. A turn is one engine, in one
-layout or with a policy that starts from `tp`, that serves a whole workload. Layouts are compared by the tokens a second
-of the whole turn, prompts included; figures are medians over the rounds.
+Options without dashes are those of `python -m splash.serve`. The workloads are those of conf/workload in the size of
+the model that ships with SPLASH; `--load` multiplies how many requests come. A turn is one engine, in one layout or
+with a policy that starts from the first layout, that serves a whole workload. Layouts are compared by the tokens a
+second of the whole turn, prompts included; figures are medians over the rounds.
 
 The ceiling beside them is a clairvoyant that never pays for a switch: every stretch of the work, by tokens served, in
 the time of the fixed layout that was fastest over it. The requests do not say how long their answers will be: they may
 be as long as the workload's longest, and are ended at their length as if by an end-of-sequence token.
+
+The policy predicts from figures that are measured first, in about a minute, from those of `--calibration FILE`, or from
+those of conf/hardware (`--calibration described`), which for a CPU are another machine's.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import sys
 import time
@@ -25,56 +32,87 @@ from typing import Any
 import numpy as np
 
 from perf.common import busy_cores, report
-from splash.core.errors import ConfigError
+from splash.calibrate import calibrate, read_settings
+from splash.core.errors import ConfigError, SplashError
+from splash.core.hardware import load_calibration, with_figures
 from splash.core.layout import LAYOUTS, check_layout, parse_layout
 from splash.core.request import SamplingParams
 from splash.engine.config import EngineConfig
 from splash.engine.engine import Engine
 from splash.engine.outputs import GenerationRequest
-from splash.machine import with_description
+from splash.machine import describe
+from splash.model.config import ModelConfig, load_model_config, parse_model_config
+from splash.platform.registry import detect, require
 from splash.scheduler.policy import KINDS, PolicyConfig
+from splash.serve import read_options
 from splash.workload import Feed, Requests, load
 
 BUSY = 0.2  # cores that other processes may use before the figures are worth nothing
 STRETCHES = 100  # of the work, for the ceiling
+ENGINE = ("kv_cache_gib=1", "max_batched_tokens=1024")  # unless the command line says otherwise
 WARM_UP = ("workload.num_requests=8", "workload.input=256", "workload.output=24", "workload.concurrency=8")
 
-WORKLOADS: dict[str, tuple[str, ...]] = {
-    "rl_rollout": (
-        "workload.num_prompts=16",
-        "workload.samples=4",
-        "workload.input={kind: lognormal, average: 120, sigma: 0.6, low: 32, high: 512}",
-        "workload.output={kind: lognormal, average: 260, sigma: 1.1, low: 16, high: 3000}",
+
+@dataclass(frozen=True)
+class Recipe:
+    """A workload in the size of a small model.
+
+    Attributes:
+        counts: what `--load` multiplies: requests, and requests a second.
+        rest: other overrides of its file.
+    """
+
+    counts: dict[str, int]
+    rest: tuple[str, ...]
+
+    def requests(self, name: str, factor: int) -> Requests:
+        """The requests, `factor` times as many."""
+        counts = [f"workload.{key}={count * factor}" for key, count in self.counts.items()]
+        return load(name, [*counts, *(f"workload.{option}" for option in self.rest)]).requests()
+
+
+WORKLOADS = {
+    # Many short generations, which leave a few that are ten times as long.
+    "rl_rollout": Recipe(
+        {"num_prompts": 12},
+        (
+            "samples=4",
+            "input={kind: lognormal, average: 80, sigma: 0.6, low: 32, high: 256}",
+            "output={kind: lognormal, average: 80, sigma: 1.1, low: 8, high: 480}",
+        ),
     ),
     # Sessions that begin together, and go on turn by turn with all that came before.
-    "agentic": (
-        "workload.num_sessions=12",
-        "workload.rate=6",
-        "workload.turns={kind: lognormal, average: 5, sigma: 0.7, low: 1, high: 12}",
-        "workload.input={kind: lognormal, average: 200, sigma: 0.8, low: 16, high: 1024}",
-        "workload.tool={kind: lognormal, average: 150, sigma: 1.0, low: 0, high: 1024}",
-        "workload.output={kind: lognormal, average: 120, sigma: 0.9, low: 8, high: 800}",
-        "workload.think={kind: lognormal, average: 0.3, sigma: 0.8, low: 0.02, high: 3}",
-        "workload.system_prompt=500",
-        "workload.max_context=6000",
+    "agentic": Recipe(
+        {"num_sessions": 8, "rate": 8},
+        (
+            "turns={kind: lognormal, average: 3, sigma: 0.7, low: 1, high: 6}",
+            "input={kind: lognormal, average: 150, sigma: 0.8, low: 16, high: 600}",
+            "tool={kind: lognormal, average: 100, sigma: 1.0, low: 0, high: 400}",
+            "output={kind: lognormal, average: 60, sigma: 0.9, low: 8, high: 300}",
+            "think={kind: lognormal, average: 0.2, sigma: 0.8, low: 0.02, high: 1}",
+            "system_prompt=300",
+            "max_context=3000",
+        ),
     ),
-    "bursts": (
-        "workload.num_requests=120",
-        "workload.rate_on=24",
-        "workload.rate_off=1",
-        "workload.on_s=4",
-        "workload.off_s=6",
-        "workload.input={kind: lognormal, average: 150, sigma: 0.8, low: 8, high: 1500}",
-        "workload.output={kind: lognormal, average: 80, sigma: 0.8, low: 4, high: 800}",
+    "bursts": Recipe(
+        {"num_requests": 60, "rate_on": 24, "rate_off": 1},
+        (
+            "on_s=2",
+            "off_s=3",
+            "input={kind: lognormal, average: 150, sigma: 0.8, low: 8, high: 1500}",
+            "output={kind: lognormal, average: 60, sigma: 0.8, low: 4, high: 400}",
+        ),
     ),
-    "poisson": (
-        "workload.num_requests=120",
-        "workload.rate=12",
-        "workload.input={kind: lognormal, average: 150, sigma: 0.8, low: 8, high: 1500}",
-        "workload.output={kind: lognormal, average: 80, sigma: 0.8, low: 4, high: 800}",
+    "poisson": Recipe(
+        {"num_requests": 60, "rate": 8},
+        (
+            "input={kind: lognormal, average: 150, sigma: 0.8, low: 8, high: 1500}",
+            "output={kind: lognormal, average: 60, sigma: 0.8, low: 4, high: 400}",
+        ),
     ),
-    "fixed": ("workload.num_requests=64", "workload.input=256", "workload.output=128", "workload.concurrency=16"),
+    "fixed": Recipe({"num_requests": 32, "concurrency": 16}, ("input=256", "output=96")),
 }
+COMPARED = ("rl_rollout", "agentic")
 
 
 @dataclass
@@ -167,20 +205,14 @@ def contenders(ranks: int, num_heads: int, policy: str) -> dict[str, tuple[str, 
     return chosen
 
 
-def take_turn(args: argparse.Namespace, layout: str, policy: PolicyConfig, requests: Requests) -> Turn:
-    """One engine, warmed up, through one workload."""
-    config = EngineConfig(
-        args.model,
-        ranks=args.ranks,
-        layout=layout,
-        dtype=args.dtype,
-        kv_cache_gib=args.kv_cache_gib,
-        max_batched_tokens=args.max_batched_tokens,
-        policy=policy,
-    )
-    engine = Engine(with_description(config))
+def take_turn(config: EngineConfig, layout: str, policy: PolicyConfig, requests: Requests) -> Turn:
+    """One engine, warmed up, through one workload. What it warms up with is not what it is to expect."""
+    engine = Engine(dataclasses.replace(config, layout=layout, policy=policy))
     try:
-        serve(engine, load("fixed", WARM_UP).requests(), 24)
+        warm_up = load("fixed", WARM_UP).requests()
+        engine.loop.steering.pin()
+        serve(engine, warm_up, int(warm_up.output_len.max()))
+        engine.loop.steering.release()
         return serve(engine, requests, int(requests.output_len.max()))
     finally:
         engine.close()
@@ -188,12 +220,12 @@ def take_turn(args: argparse.Namespace, layout: str, policy: PolicyConfig, reque
 
 def compare(args: argparse.Namespace, name: str, busy: list[float]) -> dict[str, Any]:
     """All contenders through one workload, `args.repeats` rounds."""
-    requests = load(name, WORKLOADS[name]).requests()
+    requests = WORKLOADS[name].requests(name, args.load)
     turns: dict[str, list[Turn]] = {}
     for number in range(args.repeats):
         for who, (layout, policy) in args.contenders.items():
             busy.append(busy_cores())
-            turn = take_turn(args, layout, policy, requests)
+            turn = take_turn(args.config, layout, policy, requests)
             turns.setdefault(who, []).append(turn)
             print(
                 f"{name} round {number + 1}: {who:8} {turn.tokens_per_s:7.0f} tok/s in {turn.seconds:5.1f} s "
@@ -228,23 +260,51 @@ def compare(args: argparse.Namespace, name: str, busy: list[float]) -> dict[str,
     }
 
 
-def main() -> None:
+def settings(args: argparse.Namespace) -> tuple[EngineConfig, ModelConfig]:
+    """What every engine starts with, but for layout and policy: predictions are from this machine's figures.
+
+    Raises:
+        SplashError: an option cannot work, or the machine could not be measured.
+    """
+    given = {option.lstrip("+").partition("=")[0] for option in args.options}
+    for option in ("layout", "policy"):
+        if option in given:
+            raise ConfigError(option, "is what is compared; --policy chooses the policy")
+    _, config = read_options([*(each for each in ENGINE if each.partition("=")[0] not in given), *args.options])
+    platform = require(config.hardware) if config.hardware else detect()
+    ranks = config.ranks or platform.default_ranks()
+    hardware = config.description or describe(platform)
+    if args.calibration != "described":
+        if args.calibration == "measure":
+            asked = dataclasses.replace(read_settings([f"ranks={ranks}", f"dtype={config.dtype}"]), hardware=hardware)
+            found = calibrate(asked, lambda line: print(line, file=sys.stderr, flush=True))
+        else:
+            found = load_calibration(args.calibration)
+        hardware = with_figures(hardware, found)
+    config = dataclasses.replace(config, ranks=ranks, description=hardware)
+    contents = config.model_config
+    return config, load_model_config(config.model) if contents is None else parse_model_config(contents, config.model)
+
+
+def main() -> int:
     """Measure, print and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="builtin:scribe")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--kv-cache-gib", type=float, default=1.0, help="memory a rank for weights and KV")
-    parser.add_argument("--max-batched-tokens", type=int, default=1024, help="most rows a step")
+    parser.add_argument("options", nargs="*", help="of the engines, as in dtype=bfloat16")
     parser.add_argument("--policy", default="cost", choices=[kind for kind in KINDS if kind != "static"])
-    parser.add_argument("--workloads", default=",".join(WORKLOADS))
-    parser.add_argument("--repeats", type=int, default=2, help="rounds in which every contender has a turn")
+    parser.add_argument("--calibration", default="measure", help="measure, described, or a file of splash.calibrate")
+    parser.add_argument("--workloads", default=",".join(COMPARED), help=f"of {', '.join(WORKLOADS)}")
+    parser.add_argument("--load", type=int, default=1, help="how many times as many requests")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds in which every contender has a turn")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     args = parser.parse_args()
+    try:
+        args.config, model = settings(args)
+        args.contenders = contenders(args.config.ranks, model.spec.num_heads, args.policy)
+    except SplashError as error:
+        print(f"perf.policy: {error}", file=sys.stderr)
+        return 2
 
-    from splash.model.config import load_model_config
-
-    args.contenders = contenders(args.ranks, load_model_config(args.model).spec.num_heads, args.policy)
+    began = time.perf_counter()
     busy: list[float] = []
     rows = [compare(args, name, busy) for name in args.workloads.split(",")]
     print(f"{'workload':12}" + "".join(f"{who:>10}" for who in args.contenders) + "   over best   ceiling")
@@ -254,12 +314,22 @@ def main() -> None:
             + "".join(f"{row['tok_s'][who]:10.0f}" for who in args.contenders)
             + f"{row['adaptive_over_best']:12.3f}{row['ceiling_over_best']:10.3f}  (tokens/s; best {row['best_fixed']})"
         )
-    if max(busy) > BUSY:
+    # Ranks on accelerators leave the host's cores alone.
+    is_cpu = args.config.description.platform == "cpu"
+    if is_cpu and max(busy) > BUSY:
         print(f"NOT TO BE RELIED ON: other processes used up to {max(busy):.1f} cores", file=sys.stderr)
-    options = ("model", "ranks", "dtype", "kv_cache_gib", "max_batched_tokens", "policy", "repeats")
-    settings = {option: getattr(args, option) for option in options}
-    report("policy", {**settings, "others_busy_cores": max(busy), "rows": rows}, args.out)
+    result = {
+        **{option: getattr(args, option) for option in ("options", "policy", "calibration", "load", "repeats")},
+        "model": args.config.model,
+        "ranks": args.config.ranks,
+        "hardware": args.config.description.name,
+        "seconds": round(time.perf_counter() - began, 1),
+        "others_busy_cores": max(busy),
+        "rows": rows,
+    }
+    report("policy", result, args.out)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -301,16 +301,14 @@ def adaptive(policies: Rows, stated: list[float]) -> list[str]:
         "| hardware | workload | " + " | ".join((*PAPER_LAYOUTS, "dcp")) + " | over the best fixed | switches |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    places = dict.fromkeys((row["hardware"], row["workload"]) for row in policies.rows)
-    for hardware, workload in places:
-        rows = {series_of(row): row for row in policies.of(hardware=hardware, workload=workload)}
+    places = dict.fromkeys((row["hardware"], row["grid"]) for row in policies.rows)
+    for hardware, grid in places:
+        rows = {series_of(row): row for row in policies.of(hardware=hardware, grid=grid)}
         if "adaptive" not in rows:
             continue
         own = rows["adaptive"]["tokens_per_s"]
         fixed = {name: row["tokens_per_s"] for name, row in rows.items() if name != "adaptive"}
         cells = [f"{own / fixed[name]:.2f}" if name in fixed else "does not fit" for name in (*PAPER_LAYOUTS, "dcp")]
         best = own / max(fixed.values())
-        lines.append(
-            f"| {hardware} | {workload} | {' | '.join(cells)} | **{best:.3f}** | {rows['adaptive']['switches']} |"
-        )
+        lines.append(f"| {hardware} | {grid} | {' | '.join(cells)} | **{best:.3f}** | {rows['adaptive']['switches']} |")
     return lines

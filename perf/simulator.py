@@ -240,7 +240,6 @@ def compare(case: Case, hardware: Hardware, ranks: int, dtype: str, repeats: int
         dtype,
         layout=case.layout,
         max_model_len=longest,
-        cheapest_forms=False,
         **options,
     )
     result = simulate(config, requests)

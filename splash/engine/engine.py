@@ -217,15 +217,8 @@ class Engine:
     def _policy(self, config: EngineConfig, limits: Limits) -> Policy:
         model = None
         if config.policy.kind == "cost" and config.description is not None:
-            # The layers take the plain rules for the form of attention.
-            model = CostModel(
-                limits.geometry.spec,
-                config.description,
-                self.ranks,
-                config.dtype,
-                config.page_size,
-                cheapest_forms=False,
-            )
+            spec = limits.geometry.spec
+            model = CostModel(spec, config.description, self.ranks, config.dtype, config.page_size)
         return make_policy(config.policy, limits, model)
 
     @property

@@ -148,7 +148,7 @@ class Loop:
         progress = self.scheduler.apply(result.output)
         for item in progress:
             if item.finish_reason is not None:
-                self.steering.finished(item.num_output)
+                self.steering.finished(item.num_output, cut_off=item.finish_reason != "stop")
         return progress
 
     def begin(self) -> None:

@@ -90,7 +90,7 @@ class SimulationConfig:
     switch_copy_mib: float | None = None
     max_output_len: int | None = None
     graph_rows: int = 512
-    cheapest_forms: bool = True
+    cheapest_forms: bool = False
 
     def __post_init__(self) -> None:
         longest = self.spec.max_position_embeddings

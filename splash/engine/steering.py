@@ -49,9 +49,9 @@ class Steering:
         """A request has come."""
         self._policy.arrived(self._clock(), num_prompt_tokens)
 
-    def finished(self, num_output_tokens: int) -> None:
-        """A request has ended by itself."""
-        self._policy.finished(num_output_tokens)
+    def finished(self, num_output_tokens: int, cut_off: bool = False) -> None:
+        """A request has ended, by itself or cut off at the most tokens that it may have."""
+        self._policy.finished(num_output_tokens, cut_off)
 
     def pin(self) -> None:
         """Leave the layout to whoever asks for switches."""

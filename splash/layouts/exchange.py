@@ -3,12 +3,16 @@
     projections   KV          before attention                    after attention
     sharded       replicated  nothing                             nothing
     replicated    request     nothing                             nothing
-    sharded       request     all-to-all: heads -> owned rows     the reverse all-to-all
-    sharded       position    all-gather of heads                 LSE-weighted reduce-scatter over heads
+    sharded       request     short: all-to-all of heads to rows  the reverse all-to-all
+                              long chunks: all-gather of history  nothing
+    sharded       position    short: all-gather of heads          LSE-weighted reduce-scatter over heads
+                              long chunks: all-gather of history  nothing
     replicated    position    single rows: all-gather of rows     LSE-weighted reduce-scatter over rows
                               chunks: all-gather of history       nothing
 
-Where a rank has the heads and the whole history of a row, long chunks attend in the expanded form.
+Where a rank has the heads and the whole history of a row, long chunks attend in the expanded form. With sharded
+projections their history is gathered for that: it is smaller than their queries in the latent space, and each rank
+expands it for its own heads alone.
 
 An exchange is built once a step from the rows and used by every layer. Every rank enters every collective of its
 layout, whatever rows it has.
@@ -39,8 +43,11 @@ class AttentionInputs:
 
     Attributes:
         heads: the projections that this rank uses.
-        query_nQ: Q-B's input for this rank's rows.
-        latent_nK: [latent | rotary key] of this rank's rows.
+        x_nD: this rank's rows.
+        down_nX: [n, Q + C + R], their products with Q-A and KV-A.
+        q_norm_Q: the query norm's weight; Q is 0 where queries are projected from `x_nD`.
+        kv_norm_C: the latent norm's.
+        eps: of both norms.
         pages_SPK: this rank's cache of the layer.
         scale: softmax scale.
         value_dim: C.
@@ -48,16 +55,34 @@ class AttentionInputs:
     """
 
     heads: Heads
-    query_nQ: Tensor
-    latent_nK: Tensor
+    x_nD: Tensor
+    down_nX: Tensor
+    q_norm_Q: Tensor
+    kv_norm_C: Tensor
+    eps: float
     pages_SPK: Tensor
     scale: float
     value_dim: int
     group: Rank
 
-    def queries(self, query_nQ: Tensor, rotary: Rotary) -> Tensor:
-        """Queries [n, h, N + R] of some rows."""
-        return self.heads.queries(query_nQ, rotary.cos, rotary.sin, self.group.kernels)
+    def rows(self, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """Q-B's input for this rank's rows, and what is cached of them: [n, Q] and [n, C + R]."""
+        query_nQ, latent_nK = self.group.kernels.latent_rows(
+            self.down_nX, self.q_norm_Q, self.kv_norm_C, self.eps, rotary.cos, rotary.sin
+        )
+        return (query_nQ if len(self.q_norm_Q) else self.x_nD), latent_nK
+
+    def store(self, index_n: Tensor, rotary: Rotary) -> Tensor:
+        """`rows`, of which what is cached goes to `index_n` (as `Kernels.store`). Returns Q-B's input, [n, Q]."""
+        query_nQ = self.group.kernels.latent_store(
+            self.down_nX, self.q_norm_Q, self.kv_norm_C, self.eps, rotary.cos, rotary.sin, self.pages_SPK, index_n
+        )
+        return query_nQ if len(self.q_norm_Q) else self.x_nD
+
+    def absorbed(self, query_nQ: Tensor, rotary: Rotary) -> Tensor:
+        """Queries [n, h, C + R] in the latent space of some rows with these inputs of Q-B."""
+        heads = self.heads
+        return heads.absorb(heads.queries(query_nQ), rotary.cos, rotary.sin, self.group.kernels)
 
     def attend(self, q_nHK: Tensor, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
         """Absorbed attention to this rank's pages: [n, H, C] and the log-sum-exp [n, H]."""
@@ -71,7 +96,7 @@ class Rotary:
     cos: Tensor
     sin: Tensor
 
-    def __getitem__(self, rows: slice) -> Rotary:
+    def __getitem__(self, rows: slice | Tensor) -> Rotary:
         return Rotary(self.cos[rows], self.sin[rows])
 
 
@@ -96,17 +121,11 @@ class Exchange(ABC):
         """Attention: [n, h, V] for this rank's rows and the heads of `inputs`."""
 
 
-class Store:
-    """Which of some rows this rank caches, and where."""
-
-    def __init__(self, rows: StepRows, selection: slice | np.ndarray, group: Rank, step: StepInputs) -> None:
-        slots_n = rows.slots(selection)
-        flat_n = slots_n * rows.page_size + rows.positions_N[selection] % rows.page_size
-        self._kernels = group.kernels
-        self._index = step.upload(np.where(slots_n == NO_SLOT, NO_SLOT, flat_n))
-
-    def __call__(self, pages_SPK: Tensor, latent_nK: Tensor) -> None:
-        self._kernels.store(pages_SPK, self._index, latent_nK)
+def store_index(rows: StepRows, selection: slice | np.ndarray, step: StepInputs) -> Tensor:
+    """Where this rank caches each of some rows, as `Kernels.store` takes it; negative where another rank does."""
+    slots_n = rows.slots(selection)
+    flat_n = slots_n * rows.page_size + rows.positions_N[selection] % rows.page_size
+    return step.upload(np.where(slots_n == NO_SLOT, NO_SLOT, flat_n))
 
 
 def attention_batch(
@@ -158,16 +177,19 @@ class LocalAttention:
                 index = None if len(chosen) == len(query_n) else step.upload(chosen)
                 self._parts.append((is_expanded, index, batch))
 
-    def run(self, inputs: AttentionInputs, q_nhd: Tensor, pages_SPK: Tensor) -> Tensor:
-        """[n, h, V] from queries [n, h, N + R] and the cache that holds their history."""
-        heads, attention = inputs.heads, self._group.attention
+    def run(self, inputs: AttentionInputs, query_nQ: Tensor, rotary: Rotary, pages_SPK: Tensor) -> Tensor:
+        """[n, h, V] from Q-B's input and the cache that holds the rows' history."""
+        heads, attention, kernels = inputs.heads, self._group.attention, self._group.kernels
+        q_nhd = heads.queries(query_nQ)
         outs = []
         for is_expanded, index, batch in self._parts:
-            q = q_nhd if index is None else q_nhd[index]
+            q, turn = (q_nhd, rotary) if index is None else (q_nhd[index], rotary[index])
             if is_expanded:
+                q = heads.rotate_(q, turn.cos, turn.sin, kernels)
                 out = attention.attend_expanded(q, pages_SPK, batch, heads.kv_b, inputs.scale)
             else:
-                latent, _ = attention.attend(heads.absorb(q), pages_SPK, batch, inputs.scale, inputs.value_dim)
+                q = heads.absorb(q, turn.cos, turn.sin, kernels)
+                latent, _ = attention.attend(q, pages_SPK, batch, inputs.scale, inputs.value_dim)
                 out = heads.values(latent)
             if index is None:
                 return out
@@ -183,50 +205,125 @@ class LocalExchange(Exchange):
 
     def __init__(self, rows: StepRows, spec: ModelSpec, group: Rank, step: StepInputs) -> None:
         super().__init__(rows, group)
-        self._store = Store(rows, rows.local, group, step)
+        self._index = store_index(rows, rows.local, step)
         sharded = rows.layout.projections is Projections.SHARDED
         num_heads = spec.num_heads // group.size if sharded else spec.num_heads
         self._attention = LocalAttention(rows, rows.local, rows.held_pages, spec, num_heads, group, step)
 
     def run(self, inputs: AttentionInputs) -> Tensor:
-        self._store(inputs.pages_SPK, inputs.latent_nK)
-        return self._attention.run(inputs, inputs.queries(inputs.query_nQ, self.rotary), inputs.pages_SPK)
+        query_nQ = inputs.store(self._index, self.rotary)
+        return self._attention.run(inputs, query_nQ, self.rotary, inputs.pages_SPK)
 
 
-class OwnerExchange(Exchange):
-    """Heads are sharded, pages are with their owner: exchange (all rows, own heads) for (own rows, all heads).
+class History:
+    """The pages of some queries, gathered from the ranks that hold them into a workspace on every rank.
+
+    Attributes:
+        pages: of every query of the step, as places in the workspace; those that are not gathered have none.
+    """
+
+    def __init__(self, rows: StepRows, queries: Sequence[int], step: StepInputs) -> None:
+        holders, owned = [], []
+        for query in queries:
+            slots_cT = rows.tables[query].slots_cT
+            holder_c = (slots_cT != NO_SLOT).argmax(axis=1)
+            holders.append(holder_c)
+            owned.append(slots_cT[holder_c == rows.rank, rows.rank])
+        holder_all = np.concatenate(holders)
+        self._counts = [int(count) for count in np.bincount(holder_all, minlength=rows.ranks)]
+        # Where each page lands: ranks one after another, and within a rank in (query, page) order.
+        order = np.argsort(holder_all, kind="stable")
+        place = np.empty(len(order), dtype=np.int64)
+        place[order] = np.arange(len(order))
+        lengths = np.zeros(len(rows.queries) + 1, dtype=np.int64)
+        lengths[np.array(queries) + 1] = [len(holder_c) for holder_c in holders]
+        numbers = np.concatenate([np.arange(len(holder_c)) for holder_c in holders])
+        self.pages = QueryPages(place, numbers, np.cumsum(lengths))
+        self._slots = step.upload(np.concatenate(owned).astype(np.int64))
+
+    def gather(self, pages_SPK: Tensor, group: Rank) -> Tensor:
+        """The workspace, [pages, page size, C + R]. Every rank enters."""
+        return group.comm.all_gather(pages_SPK[self._slots], self._counts)
+
+
+class ShardedExchange(Exchange):
+    """Heads are sharded, rows are everywhere, and nobody has the whole history of all: what its two kinds share.
+
+    Chunks of `spec.expanded_rows` rows attend in the expanded form to gathered history; `_run_short` is for the others.
+    """
+
+    def __init__(self, rows: StepRows, spec: ModelSpec, group: Rank, step: StepInputs) -> None:
+        super().__init__(rows, group)
+        self._index = store_index(rows, rows.local, step)
+        lengths = np.array([len(query.tokens) for query in rows.queries], dtype=np.int64)
+        long = np.flatnonzero((lengths >= spec.expanded_rows) & (lengths > 1))
+        is_long_N = np.isin(rows.query_N, long)
+        self._short_rows = np.flatnonzero(~is_long_N)
+        self._num_rows = len(is_long_N)
+        if len(long):
+            chosen = np.flatnonzero(is_long_N)
+            self._long_index, self._short_index = step.upload(chosen), step.upload(self._short_rows)
+            self._history = History(rows, long.tolist(), step)
+            num_heads = spec.num_heads // group.size
+            self._long_batch = attention_batch(rows, chosen, self._history.pages, step, num_heads)
+
+    @abstractmethod
+    def _run_short(self, inputs: AttentionInputs, query_nQ: Tensor, rotary: Rotary) -> Tensor:
+        """[n, h, V] of all rows but those of long chunks, in global order, from Q-B's input."""
+
+    def run(self, inputs: AttentionInputs) -> Tensor:
+        query_NQ = inputs.store(self._index, self.rotary)
+        num_short = len(self._short_rows)
+        if num_short == self._num_rows:
+            return self._run_short(inputs, query_NQ, self.rotary)
+        if not num_short:
+            return self._run_long(inputs, query_NQ, self.rotary)
+        long, short = self._long_index, self._short_index
+        long_nhV = self._run_long(inputs, query_NQ[long], self.rotary[long])
+        values_NhV = long_nhV.new_empty(self._num_rows, *long_nhV.shape[1:])
+        values_NhV[long] = long_nhV
+        values_NhV[short] = self._run_short(inputs, query_NQ[short], self.rotary[short])
+        return values_NhV
+
+    def _run_long(self, inputs: AttentionInputs, query_nQ: Tensor, rotary: Rotary) -> Tensor:
+        heads, group = inputs.heads, self.group
+        history = self._history.gather(inputs.pages_SPK, group)
+        q_nhd = heads.rotate_(heads.queries(query_nQ), rotary.cos, rotary.sin, group.kernels)
+        return group.attention.attend_expanded(q_nhd, history, self._long_batch, heads.kv_b, inputs.scale)
+
+
+class OwnerExchange(ShardedExchange):
+    """Pages are with their owner: exchange (all rows, own heads) for (own rows, all heads).
 
     Heads of rank t arrive as block t, so all heads are in order once the blocks lie side by side.
     """
 
     def __init__(self, rows: StepRows, spec: ModelSpec, group: Rank, step: StepInputs) -> None:
-        super().__init__(rows, group)
-        self._store = Store(rows, rows.local, group, step)
-        self._batch = attention_batch(rows, rows.own, rows.held_pages, step, spec.num_heads)
-        self._by_owner = rows.counts_T
-        self._own = [rows.counts_T[rows.rank]] * rows.ranks
+        super().__init__(rows, spec, group, step)
+        edges = np.searchsorted(self._short_rows, np.cumsum([0, *rows.counts_T]))
+        own = self._short_rows[edges[rows.rank] : edges[rows.rank + 1]]
+        self._batch = attention_batch(rows, own, rows.held_pages, step, spec.num_heads)
+        self._by_owner = np.diff(edges).tolist()
+        self._own = [len(own)] * rows.ranks
 
-    def run(self, inputs: AttentionInputs) -> Tensor:
-        self._store(inputs.pages_SPK, inputs.latent_nK)
+    def _run_short(self, inputs: AttentionInputs, query_nQ: Tensor, rotary: Rotary) -> Tensor:
         comm, ranks, own = self.group.comm, self.group.size, self._own[0]
-        q_NhK = inputs.heads.absorb(inputs.queries(inputs.query_nQ, self.rotary))
-        q_TnhK = comm.all_to_all(q_NhK, self._by_owner, self._own).view(ranks, own, *q_NhK.shape[1:])
+        q_nhK = inputs.absorbed(query_nQ, rotary)
+        q_TnhK = comm.all_to_all(q_nhK, self._by_owner, self._own).view(ranks, own, *q_nhK.shape[1:])
         out_nHC, _ = inputs.attend(q_TnhK.transpose(0, 1).flatten(1, 2), self._batch)
-        out_TnhC = out_nHC.view(own, ranks, q_NhK.shape[1], inputs.value_dim).transpose(0, 1).contiguous()
+        out_TnhC = out_nHC.view(own, ranks, q_nhK.shape[1], inputs.value_dim).transpose(0, 1).contiguous()
         return inputs.heads.values(comm.all_to_all(out_TnhC.flatten(0, 1), self._own, self._by_owner))
 
 
-class HeadExchange(Exchange):
+class HeadExchange(ShardedExchange):
     """Heads and pages are both sharded: every rank attends with all heads to its own pages, then parts are merged."""
 
     def __init__(self, rows: StepRows, spec: ModelSpec, group: Rank, step: StepInputs) -> None:
-        super().__init__(rows, group)
-        self._store = Store(rows, rows.local, group, step)
-        self._batch = attention_batch(rows, rows.local, rows.held_pages, step, spec.num_heads)
+        super().__init__(rows, spec, group, step)
+        self._batch = attention_batch(rows, self._short_rows, rows.held_pages, step, spec.num_heads)
 
-    def run(self, inputs: AttentionInputs) -> Tensor:
-        self._store(inputs.pages_SPK, inputs.latent_nK)
-        q_nhK = inputs.heads.absorb(inputs.queries(inputs.query_nQ, self.rotary))
+    def _run_short(self, inputs: AttentionInputs, query_nQ: Tensor, rotary: Rotary) -> Tensor:
+        q_nhK = inputs.absorbed(query_nQ, rotary)
         heads_T = [q_nhK.shape[1]] * self.group.size
         q_HnK = self.group.comm.all_gather(q_nhK.transpose(0, 1).contiguous(), heads_T)
         out_nHC, lse_nH = inputs.attend(q_HnK.transpose(0, 1).contiguous(), self._batch)
@@ -252,61 +349,41 @@ class PositionExchange(Exchange):
         self._has_singles = len(singles) > 0
         if self._has_singles:
             self._single_index = step.upload(singles)
-            self._single_store = Store(rows, singles, group, step)
+            self._single_store = store_index(rows, singles, step)
             self._single_batch = attention_batch(rows, singles, rows.held_pages, step, spec.num_heads)
         self._has_chunks = len(singles) < len(home_N)
         if self._has_chunks:
-            self._chunk_store = Store(rows, chunk, group, step)
-            self._plan_history(rows, chunk, spec, group, step)
+            self._chunk_store = store_index(rows, chunk, step)
+            queries = [query for query in range(len(rows.queries)) if len(rows.queries[query].tokens) > 1]
+            self._history = History(rows, queries, step)
+            pages = self._history.pages
+            self._chunk_attention = LocalAttention(rows, chunk, pages, spec, spec.num_heads, group, step)
 
     def start(self, rotary_N: Rotary) -> None:
         super().start(rotary_N)
         if self._has_singles:
-            self._single_rotary = Rotary(rotary_N.cos[self._single_index], rotary_N.sin[self._single_index])
-
-    def _plan_history(self, rows: StepRows, chunk: slice, spec: ModelSpec, group: Rank, step: StepInputs) -> None:
-        holders, owned = [], []
-        chunk_queries = [query for query in range(len(rows.queries)) if len(rows.queries[query].tokens) > 1]
-        for query in chunk_queries:
-            slots_cT = rows.tables[query].slots_cT
-            holder_c = (slots_cT != NO_SLOT).argmax(axis=1)
-            holders.append(holder_c)
-            owned.append(slots_cT[holder_c == rows.rank, rows.rank])
-        holder_all = np.concatenate(holders)
-        self._page_counts = [int(count) for count in np.bincount(holder_all, minlength=rows.ranks)]
-        # Where each page lands: ranks one after another, and within a rank in (query, page) order.
-        order = np.argsort(holder_all, kind="stable")
-        place = np.empty(len(order), dtype=np.int64)
-        place[order] = np.arange(len(order))
-        # Chunks alone have pages there.
-        lengths = np.zeros(len(rows.queries) + 1, dtype=np.int64)
-        lengths[np.array(chunk_queries) + 1] = [len(holder_c) for holder_c in holders]
-        numbers = np.concatenate([np.arange(len(holder_c)) for holder_c in holders])
-        pages = QueryPages(place, numbers, np.cumsum(lengths))
-        self._owned_slots = step.upload(np.concatenate(owned).astype(np.int64))
-        self._chunk_attention = LocalAttention(rows, chunk, pages, spec, spec.num_heads, group, step)
+            self._single_rotary = rotary_N[self._single_index]
 
     def run(self, inputs: AttentionInputs) -> Tensor:
         n = self._num_chunk
+        query_nQ, latent_nK = inputs.rows(self.rotary)
         parts = []
         if self._has_chunks:
-            parts.append(self._run_chunks(inputs, n))
+            parts.append(self._run_chunks(inputs, query_nQ[:n], latent_nK[:n]))
         if self._has_singles:
-            parts.append(self._run_singles(inputs, n))
+            parts.append(self._run_singles(inputs, query_nQ[n:], latent_nK[n:]))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _run_chunks(self, inputs: AttentionInputs, n: int) -> Tensor:
-        self._chunk_store(inputs.pages_SPK, inputs.latent_nK[:n])
-        history = self.group.comm.all_gather(inputs.pages_SPK[self._owned_slots], self._page_counts)
-        rotary = self.rotary[:n]
-        return self._chunk_attention.run(inputs, inputs.queries(inputs.query_nQ[:n], rotary), history)
+    def _run_chunks(self, inputs: AttentionInputs, query_nQ: Tensor, latent_nK: Tensor) -> Tensor:
+        self.group.kernels.store(inputs.pages_SPK, self._chunk_store, latent_nK)
+        history = self._history.gather(inputs.pages_SPK, self.group)
+        return self._chunk_attention.run(inputs, query_nQ, self.rotary[: self._num_chunk], history)
 
-    def _run_singles(self, inputs: AttentionInputs, n: int) -> Tensor:
-        width = inputs.query_nQ.shape[1]
-        sent = torch.cat((inputs.query_nQ[n:], inputs.latent_nK[n:]), dim=1)
-        rows = self.group.comm.all_gather(sent, self._single_counts)
-        self._single_store(inputs.pages_SPK, rows[:, width:])
-        q_nHK = inputs.heads.absorb(inputs.queries(rows[:, :width], self._single_rotary))
+    def _run_singles(self, inputs: AttentionInputs, query_nQ: Tensor, latent_nK: Tensor) -> Tensor:
+        width = query_nQ.shape[1]
+        rows = self.group.comm.all_gather(torch.cat((query_nQ, latent_nK), dim=1), self._single_counts)
+        self.group.kernels.store(inputs.pages_SPK, self._single_store, rows[:, width:])
+        q_nHK = inputs.absorbed(rows[:, :width], self._single_rotary)
         out_nHC, lse_nH = inputs.attend(q_nHK, self._single_batch)
         return inputs.heads.values(merge_parts(out_nHC, lse_nH, self._single_counts, self.group))
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from splash.platform.base import Kernels
+    from splash.platform.kernels import Kernels
 
 
 @dataclass(frozen=True)
@@ -34,22 +34,34 @@ class Heads:
     o: Tensor
     nope_dim: int
 
-    def queries(self, x_nQ: Tensor, cos_nR: Tensor, sin_nR: Tensor, kernels: Kernels) -> Tensor:
-        """Queries [n, h, N + R], rotated, of rows with Q-B input `x_nQ`."""
+    def queries(self, x_nQ: Tensor) -> Tensor:
+        """Queries [n, h, N + R], not rotated yet, of rows with Q-B input `x_nQ`."""
         num_heads, head_dim, _ = self.q_b.shape
-        q_nhd = (x_nQ @ self.q_b.flatten(0, 1).t()).view(-1, num_heads, head_dim)
-        q_nhd[..., self.nope_dim :] = kernels.rotate(q_nhd[..., self.nope_dim :], cos_nR, sin_nR)
+        return (x_nQ @ self.q_b.flatten(0, 1).t()).view(-1, num_heads, head_dim)
+
+    def rotate_(self, q_nhd: Tensor, cos_nR: Tensor, sin_nR: Tensor, kernels: Kernels) -> Tensor:
+        """`queries` rotated in place, for attention in the expanded form."""
+        rotary_nhR = q_nhd[..., self.nope_dim :]
+        kernels.rotate(rotary_nhR, cos_nR, sin_nR, rotary_nhR)
         return q_nhd
 
-    def absorb(self, q_nhd: Tensor) -> Tensor:
-        """Queries [n, h, N + R] moved into the latent space: [n, h, C + R]."""
-        latent_hnC = torch.bmm(q_nhd[..., : self.nope_dim].transpose(0, 1), self.kv_b[:, : self.nope_dim])
-        return torch.cat((latent_hnC.transpose(0, 1), q_nhd[..., self.nope_dim :]), dim=-1)
+    def absorb(self, q_nhd: Tensor, cos_nR: Tensor, sin_nR: Tensor, kernels: Kernels) -> Tensor:
+        """`queries` rotated and moved into the latent space: [n, h, C + R]."""
+        num_rows, num_heads, head_dim = q_nhd.shape
+        nope, latent = self.nope_dim, self.kv_b.shape[2]
+        q_nhK = q_nhd.new_empty(num_rows, num_heads, latent + head_dim - nope)
+        # Both parts are written in place: bmm takes a result whose rows lie apart.
+        out_hnC = q_nhK[..., :latent].transpose(0, 1)
+        torch.bmm(q_nhd[..., :nope].transpose(0, 1), self.kv_b[:, :nope], out=out_hnC)
+        kernels.rotate(q_nhd[..., nope:], cos_nR, sin_nR, q_nhK[..., latent:])
+        return q_nhK
 
     def values(self, out_nhC: Tensor) -> Tensor:
         """Attention in the latent space moved out of it: [n, h, C] -> [n, h, V]."""
         w_uv_hCV = self.kv_b[:, self.nope_dim :].transpose(1, 2)
-        return torch.bmm(out_nhC.transpose(0, 1), w_uv_hCV).transpose(0, 1)
+        values_nhV = out_nhC.new_empty(*out_nhC.shape[:2], w_uv_hCV.shape[2])
+        torch.bmm(out_nhC.transpose(0, 1), w_uv_hCV, out=values_nhV.transpose(0, 1))
+        return values_nhV
 
     def output(self, values_nhV: Tensor) -> Tensor:
         """[n, D]; partial unless these are all the heads."""

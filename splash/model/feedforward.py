@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from splash.core.spec import MoeSpec
-from splash.platform.base import Kernels
+from splash.platform.kernels import Kernels
 
 
 @dataclass(frozen=True)
@@ -39,33 +38,9 @@ class ExpertMlp:
     shared: DenseMlp | None
 
     def __call__(self, x_ND: Tensor, kernels: Kernels) -> Tensor:
-        expert_Nk, weight_Nk = route(x_ND, self.router, self.bias, self.moe)
-        out = kernels.experts(x_ND, expert_Nk, weight_Nk, self.w13, self.w2, self.first_expert)
-        return out if self.shared is None else out + self.shared(x_ND, kernels)
-
-
-def route(x_ND: Tensor, router: Tensor, bias: Tensor, moe: MoeSpec) -> tuple[Tensor, Tensor]:
-    """Group-limited sigmoid routing with a correction bias (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
-
-    Experts are chosen by score + bias within the best groups (a group counts the sum of its two best), and weighted by
-    score without bias.
-
-    Returns:
-        expert ids int64 [N, k] and weights float32 [N, k].
-    """
-    scores = (x_ND.float() @ router.t()).sigmoid()
-    choice = scores + bias
-    if moe.top_k_groups < moe.num_groups:
-        grouped = choice.view(len(choice), moe.num_groups, -1)
-        group_scores = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(dim=-1)
-        best = group_scores.topk(moe.top_k_groups, dim=-1).indices
-        dropped = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, best, False)
-        choice = grouped.masked_fill(dropped.unsqueeze(-1), float("-inf")).flatten(1)
-    expert = choice.topk(moe.top_k, dim=-1).indices
-    weight = scores.gather(1, expert)
-    if moe.norm_topk_prob:
-        weight = weight / (weight.sum(dim=-1, keepdim=True) + 1e-20)
-    return expert, weight * moe.routed_scaling_factor
+        expert_Nk, weight_Nk = kernels.route(x_ND, self.router, self.bias, self.moe)
+        shared_ND = None if self.shared is None else self.shared(x_ND, kernels)
+        return kernels.experts(x_ND, expert_Nk, weight_Nk, self.w13, self.w2, self.first_expert, shared_ND)
 
 
 def share(total: int, rank: int, ranks: int) -> slice:

@@ -31,15 +31,15 @@ class LayerWeights:
     """One layer. Norms, Q-A and KV-A are whole on every rank; Q-B, KV-B and O are in the arena.
 
     Attributes:
-        q_a: [Q, D], or None where queries are projected straight from the hidden state.
-        kv_a: [C + R, D], rotary rows in half-split order.
+        down: [Q + C + R, D], Q-A and then KV-A, rotary rows in half-split order. Q is 0 where queries are projected
+            straight from the hidden state.
+        q_a_norm: [Q].
         feedforward: DenseMlp or ExpertMlp.
     """
 
     input_norm: Tensor
-    q_a: Tensor | None
-    q_a_norm: Tensor | None
-    kv_a: Tensor
+    down: Tensor
+    q_a_norm: Tensor
     kv_a_norm: Tensor
     post_norm: Tensor
     feedforward: DenseMlp | ExpertMlp
@@ -112,14 +112,15 @@ class Loader:
         attention = prefix + "self_attn."
         hidden, latent, q_lora = spec.hidden_size, spec.kv_lora_rank, spec.q_lora_rank
         kv_a = self._read(attention + "kv_a_proj_with_mqa.weight", spec.latent_dim, hidden)
-        rotary = deinterleave(kv_a[latent:], spec.rope.interleave)
+        down = [kv_a[:latent], deinterleave(kv_a[latent:], spec.rope.interleave)]
+        if q_lora is not None:
+            down.insert(0, self._read(attention + "q_a_proj.weight", q_lora, hidden))
         arena = LayerArena(self._group.arenas.local(layer), self._geometry, self._group.rank, self._dtype)
         self._load_heads(attention, arena, layout)
         return LayerWeights(
             input_norm=self._read(prefix + "input_layernorm.weight", hidden),
-            q_a=None if q_lora is None else self._read(attention + "q_a_proj.weight", q_lora, hidden),
-            q_a_norm=None if q_lora is None else self._read(attention + "q_a_layernorm.weight", q_lora),
-            kv_a=torch.cat((kv_a[:latent], rotary)),
+            down=torch.cat(down),
+            q_a_norm=kv_a.new_empty(0) if q_lora is None else self._read(attention + "q_a_layernorm.weight", q_lora),
             kv_a_norm=self._read(attention + "kv_a_layernorm.weight", latent),
             post_norm=self._read(prefix + "post_attention_layernorm.weight", hidden),
             feedforward=self._feedforward(layer, prefix + "mlp."),

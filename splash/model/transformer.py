@@ -98,16 +98,25 @@ class Transformer:
         """
         rows, exchange = step.rows, step.exchange
         exchange.start(Rotary(self._rotary.cos[step.positions], self._rotary.sin[step.positions]))
-        x_nD = self._embed(step)
+        kernels, eps = self._group.kernels, self._spec.rms_norm_eps
+        x_nD, delta_nD = self._embed(step), None
         for number, layer in enumerate(self._weights.layers):
             if arrive is not None:
                 arrive(number)
-            x_nD = self._layer(layer, x_nD, rows, exchange)
-        return None if step.sampled is None else self._logits(x_nD, step.sampled)
+            if delta_nD is None:
+                normed_nD = kernels.rms_norm(x_nD, layer.input_norm, eps)
+            else:
+                normed_nD, x_nD = kernels.add_rms_norm(x_nD, delta_nD, layer.input_norm, eps)
+            x_nD, delta_nD = self._layer(layer, x_nD, normed_nD, rows, exchange)
+        if step.sampled is None:
+            return None
+        return self._logits(x_nD if delta_nD is None else x_nD + delta_nD, step.sampled)
 
     def _embed(self, step: PreparedStep) -> Tensor:
         """Embedding with a sharded vocabulary: each rank looks up the tokens that it has, and the parts are summed."""
         vocab, table_VD = self._weights.vocab, self._weights.embedding
+        if self._group.size == 1:
+            return functional.embedding(step.tokens, table_VD)
         local = step.tokens - vocab.start
         held = (local >= 0) & (local < vocab.stop - vocab.start)
         # Looked up whether held or not, so that no shape depends on the tokens.
@@ -122,28 +131,30 @@ class Transformer:
             return self._group.comm.all_reduce(partial_ND)
         return self._group.comm.reduce_scatter(partial_ND, rows.counts_T)
 
-    def _layer(self, layer: LayerWeights, x_nD: Tensor, rows: StepRows, exchange: Exchange) -> Tensor:
+    def _layer(
+        self, layer: LayerWeights, x_nD: Tensor, normed_nD: Tensor, rows: StepRows, exchange: Exchange
+    ) -> tuple[Tensor, Tensor]:
+        """A layer of rows and their input norm: what goes on, and what is still to be added to it."""
         kernels, eps, split = self._group.kernels, self._spec.rms_norm_eps, rows.layout.rows is Rows.SPLIT
-        attended = self._attention(layer, kernels.rms_norm(x_nD, layer.input_norm, eps), rows, exchange)
+        attended = self._attention(layer, normed_nD, rows, exchange)
         # With split rows every rank has all heads, so its rows are complete.
         attended = attended if split else self._reduce(attended, rows)
         normed, x_nD = kernels.add_rms_norm(x_nD, attended, layer.post_norm, eps)
         if split and self._group.size > 1:
             normed = self._group.comm.all_gather(normed, rows.counts_T)
-        return x_nD + self._reduce(layer.feedforward(normed, kernels), rows)
+        return x_nD, self._reduce(layer.feedforward(normed, kernels), rows)
 
     def _attention(self, layer: LayerWeights, x_nD: Tensor, rows: StepRows, exchange: Exchange) -> Tensor:
-        kernels, spec, rotary = self._group.kernels, self._spec, exchange.rotary
-        query = x_nD
-        if layer.q_a is not None and layer.q_a_norm is not None:
-            query = kernels.rms_norm(x_nD @ layer.q_a.t(), layer.q_a_norm, LATENT_NORM_EPS)
-        kv = x_nD @ layer.kv_a.t()
+        spec = self._spec
         heads = layer.arena.heads(rows.layout)
         values_nhV = exchange.run(
             AttentionInputs(
                 heads=heads,
-                query_nQ=query,
-                latent_nK=kernels.latent_rows(kv, layer.kv_a_norm, LATENT_NORM_EPS, rotary.cos, rotary.sin),
+                x_nD=x_nD,
+                down_nX=x_nD @ layer.down.t(),
+                q_norm_Q=layer.q_a_norm,
+                kv_norm_C=layer.kv_a_norm,
+                eps=LATENT_NORM_EPS,
                 pages_SPK=layer.arena.pages_SPK,
                 scale=spec.softmax_scale,
                 value_dim=spec.kv_lora_rank,

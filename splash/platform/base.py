@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from splash.core.memory import ArenaGeometry
+    from splash.platform.kernels import Kernels
 
 _T = TypeVar("_T")
 
@@ -250,69 +251,6 @@ class Graphs(ABC):
     @abstractmethod
     def clear(self) -> None:
         """Drop every graph, before the communicator closes."""
-
-
-class Kernels(ABC):
-    """Fused operations around attention. All are pure functions of their tensors unless they say otherwise."""
-
-    @abstractmethod
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last dim, in float32 inside. [..., D] -> [..., D]."""
-
-    @abstractmethod
-    def add_rms_norm(
-        self, x_nD: torch.Tensor, residual_nD: torch.Tensor, weight_D: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rms_norm of the sum, the sum), both [n, D]."""
-
-    @abstractmethod
-    def latent_rows(
-        self, kv_nK: torch.Tensor, weight_C: torch.Tensor, eps: float, cos_nR: torch.Tensor, sin_nR: torch.Tensor
-    ) -> torch.Tensor:
-        """What is cached of [latent | rotary key] rows, [n, C + R]: the latent normed, the key rotated."""
-
-    @abstractmethod
-    def rotate(self, x: torch.Tensor, cos_nR: torch.Tensor, sin_nR: torch.Tensor) -> torch.Tensor:
-        """Half-split rotary embedding of [n, R] or [n, heads, R]; cos and sin are [n, R / 2] float32."""
-
-    @abstractmethod
-    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """silu(first half) * second half of the last dim. [n, 2 I] -> [n, I]."""
-
-    @abstractmethod
-    def store(self, pages_SPK: torch.Tensor, index_n: torch.Tensor, rows_nK: torch.Tensor) -> None:
-        """Write rows into the cache at flat positions slot * P + offset, int64 [n]. Negative ones are left out."""
-
-    @abstractmethod
-    def merge(self, outs_TnHC: torch.Tensor, lses_TnH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """LSE-weighted merge of partial attention over disjoint keys: [T, n, H, C] and [T, n, H] -> [n, H, C], [n, H].
-
-        An empty part has lse = -inf and weight 0; all parts empty gives 0 and -inf, never NaN.
-        """
-
-    @abstractmethod
-    def experts(
-        self,
-        x_nD: torch.Tensor,
-        expert_nk: torch.Tensor,
-        weight_nk: torch.Tensor,
-        w13_EID: torch.Tensor,
-        w2_EDI: torch.Tensor,
-        first_expert: int,
-    ) -> torch.Tensor:
-        """Partial mixture-of-experts output of the local experts first_expert .. first_expert + E - 1.
-
-        Args:
-            x_nD: [n, D] rows.
-            expert_nk: [n, k] int64 global expert ids chosen by the router.
-            weight_nk: [n, k] float32 weights.
-            w13_EID: [E, 2 I, D] gate and up projections, gate first.
-            w2_EDI: [E, D, I] down projection.
-            first_expert: global id of local expert 0.
-
-        Returns:
-            [n, D]: sum over the chosen experts that are local of weight * w2(silu(gate x) * up x); zero where none is.
-        """
 
 
 class Completion(ABC):

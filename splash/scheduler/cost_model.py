@@ -94,10 +94,9 @@ class CostModel:
         page_size: token positions a page.
         kv_dtype: of the cache; None takes `dtype`.
         graph_rows: steps without chunks and of at most so many rows run as graphs, which need no launches.
-        cheapest_forms: attention takes the form that is predicted to be faster: chunks are absorbed or expanded, with
-            sharded projections by gathering the history to every rank; cp gathers histories or the chunks' queries.
-            False predicts plain rules: expanded from `ModelSpec.expanded_rows` rows on where heads and history are on
-            one rank, absorbed elsewhere; cp gathers histories.
+        cheapest_forms: a what-if: chunks attend absorbed or expanded as is predicted to be faster, and cp gathers
+            histories or queries. False predicts what the model does: chunks are expanded from
+            `ModelSpec.expanded_rows` rows on, with sharded projections to gathered history, and cp gathers histories.
 
     Attributes:
         layouts: the layouts that these ranks can serve in; those that would need unequal head groups are missing.
@@ -117,7 +116,7 @@ class CostModel:
         page_size: int = 64,
         kv_dtype: str | None = None,
         graph_rows: int = 512,
-        cheapest_forms: bool = True,
+        cheapest_forms: bool = False,
     ) -> None:
         self.spec = spec
         self.hardware = hardware
@@ -392,8 +391,10 @@ class CostModel:
         """The same where heads are sharded: expanding takes the history, of which a rank has `held`, absorbing the
         exchange of queries and results. Attention itself is shared by the ranks either way."""
         stages = self.stages
-        if not chunks or stages.top_k is not None or not self.cheapest_forms:
+        if not chunks or stages.top_k is not None:
             return chunks, ()
+        if not self.cheapest_forms:
+            return _divide(chunks, [chunk.rows >= self.spec.expanded_rows for chunk in chunks])
         width = heads * (self.spec.latent_dim + self.spec.kv_lora_rank) * stages.activation_size
         missing = 0.0 if self.ranks == 1 else 1 - held
         is_expanded = []

@@ -126,9 +126,9 @@ class CostPolicy:
         """See `Policy`."""
         self._arrivals.add(now, num_prompt_tokens)
 
-    def finished(self, num_output_tokens: int) -> None:
+    def finished(self, num_output_tokens: int, cut_off: bool = False) -> None:
         """See `Policy`."""
-        self._outputs.add(num_output_tokens)
+        self._outputs.add(num_output_tokens, cut_off)
 
     def switched(self, target: Layout, status: str, now: float) -> None:
         """See `Policy`."""

@@ -110,8 +110,8 @@ class Policy(Protocol):
     def arrived(self, now: float, num_prompt_tokens: int) -> None:
         """A request has come."""
 
-    def finished(self, num_output_tokens: int) -> None:
-        """A request has ended by itself with so many tokens."""
+    def finished(self, num_output_tokens: int, cut_off: bool = False) -> None:
+        """A request has ended with so many tokens: by itself, or cut off where it might have gone on."""
 
     def decide(self, situation: Situation) -> Decision | None:
         """What to do now. None where there is nothing to decide on, or it is too early to decide again."""
@@ -128,7 +128,7 @@ class StaticPolicy:
     def arrived(self, now: float, num_prompt_tokens: int) -> None:
         """Nothing to learn."""
 
-    def finished(self, num_output_tokens: int) -> None:
+    def finished(self, num_output_tokens: int, cut_off: bool = False) -> None:
         """Nothing to learn."""
 
     def decide(self, situation: Situation) -> Decision | None:

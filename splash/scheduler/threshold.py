@@ -43,7 +43,7 @@ class ThresholdPolicy:
     def arrived(self, now: float, num_prompt_tokens: int) -> None:
         """Nothing to learn."""
 
-    def finished(self, num_output_tokens: int) -> None:
+    def finished(self, num_output_tokens: int, cut_off: bool = False) -> None:
         """Nothing to learn."""
 
     def switched(self, target: Layout, status: str, now: float) -> None:

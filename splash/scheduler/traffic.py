@@ -1,7 +1,8 @@
 """Traffic: what has come and gone so far, and from it what to expect.
 
 Output lengths have no known end, so they are treated as lifetimes. From the tokens that finished requests had, and
-those that running ones have so far (which will have more), the Kaplan-Meier estimate gives the survival S(a), the share
+those that running ones have so far (which will have more) or that others had when they were cut off (which would have
+had more), the Kaplan-Meier estimate gives the survival S(a), the share
 of requests with more than a tokens, and its integral the mean residual life of a request with a tokens:
 
     remaining(a) = integral of S from a on / S(a)          [tokens]
@@ -127,13 +128,16 @@ class Outputs:
 
     def __init__(self) -> None:
         self._finished = np.zeros(_NUM_BINS)
+        self._cut_off = np.zeros(_NUM_BINS)
         self._table: Floats | None = None
         self._asked = 0  # since the table was made
 
-    def add(self, num_tokens: int) -> None:
-        """A request has finished with so many output tokens."""
+    def add(self, num_tokens: int, cut_off: bool = False) -> None:
+        """A request has ended with so many output tokens, by itself or cut off."""
         self._finished *= 1 - 1 / OUTPUTS
-        self._finished[min(_NUM_BINS - 1, int(math.log2(num_tokens + 1) * _BINS_AN_OCTAVE))] += 1.0
+        self._cut_off *= 1 - 1 / OUTPUTS
+        ended = self._cut_off if cut_off else self._finished
+        ended[min(_NUM_BINS - 1, int(math.log2(num_tokens + 1) * _BINS_AN_OCTAVE))] += 1.0
 
     def remaining(self, ages: Ints) -> tuple[Floats, float]:
         """Expected tokens that running requests have still to come, and the expected length of a new output.
@@ -143,21 +147,21 @@ class Outputs:
         """
         if self._table is None or self._asked >= STALE:
             bins = np.minimum(_NUM_BINS - 1, (np.log2(ages + 1) * _BINS_AN_OCTAVE).astype(np.int64))
-            self._table = self._mean_residual_life(np.bincount(bins, minlength=_NUM_BINS).astype(np.float64))
+            self._table = self._mean_residual_life(np.bincount(bins, minlength=_NUM_BINS) + self._cut_off)
             self._asked = 0
         self._asked += 1
         left: Floats = np.interp(ages, _EDGES[:-1], self._table)
         return left, float(self._table[0])
 
-    def _mean_residual_life(self, running: Floats) -> Floats:
-        """[bins], from the start of each bin on, with running requests censored at where they are."""
+    def _mean_residual_life(self, censored: Floats) -> Floats:
+        """[bins], from the start of each bin on, with those running, or cut off, censored at where they are."""
         finished = self._finished
         seen = np.flatnonzero(finished)
         if not len(seen):
             return np.maximum(UNKNOWN_TOKENS, _EDGES[:-1])
         last = int(seen[-1]) + 1  # the bin after all that has been seen
-        beyond = np.cumsum((finished + running)[::-1])[::-1]
-        at_risk = np.maximum(beyond - 0.5 * running, 1e-12)
+        beyond = np.cumsum((finished + censored)[::-1])[::-1]
+        at_risk = np.maximum(beyond - 0.5 * censored, 1e-12)
         alive = np.concatenate(([1.0], np.cumprod(np.maximum(0.0, 1.0 - finished / at_risk))))
         areas = _WIDTHS * (alive[:-1] + alive[1:]) / 2
         areas[last:] = 0.0

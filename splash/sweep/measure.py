@@ -70,6 +70,7 @@ def _presence(point: Point) -> tuple[str, str]:
         (settings.dtype not in DTYPES, f"the engine serves {' and '.join(DTYPES)}, not {settings.dtype}"),
         (settings.kv_dtype not in (None, settings.dtype), "the engine caches in the dtype of its weights"),
         (settings.serving != "colocated", "disaggregated serving is only simulated"),
+        (settings.cheapest_forms, "the cheapest forms of attention are only simulated"),
         (settings.kv_cache_gib is None, "the engine needs kv_cache_gib"),
         (
             hardware.platform != "cpu" and len(devices) < point.ranks,

@@ -109,7 +109,13 @@ def cost_model(point: Point, ranks: int | None = None) -> CostModel:
     """What predicts the point's steps; `ranks` of another group of the same hardware."""
     settings = point.settings
     return CostModel(
-        point.spec, point.hardware, ranks or point.ranks, settings.dtype, settings.page_size, settings.kv_dtype
+        point.spec,
+        point.hardware,
+        ranks or point.ranks,
+        settings.dtype,
+        settings.page_size,
+        settings.kv_dtype,
+        cheapest_forms=settings.cheapest_forms,
     )
 
 

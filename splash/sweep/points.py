@@ -108,6 +108,7 @@ class PointSettings:
     serving: Literal["colocated", "disaggregated"]
     decode_ranks: int
     timeline: bool
+    cheapest_forms: bool
     run: Literal["auto", "measure", "simulate"]
 
     def __post_init__(self) -> None:

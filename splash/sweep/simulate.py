@@ -35,6 +35,7 @@ def run_simulated(point: Point, requests: Requests) -> Outcome:
         prefix_cache=settings.prefix_cache,
         mem_fraction=settings.mem_fraction,
         kv_cache_gib=settings.kv_cache_gib,
+        cheapest_forms=settings.cheapest_forms,
         # Nothing tells how long an answer will be, but that none is longer than the longest.
         max_output_len=int(requests.output_len.max()),
     )

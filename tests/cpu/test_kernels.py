@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
 from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
 
+from splash.core.spec import MoeSpec
 from splash.platform.cpu.kernels import CpuKernels
 
 KERNELS = CpuKernels()
@@ -33,16 +32,25 @@ def test_rms_norm_uses_eps() -> None:
     torch.testing.assert_close(KERNELS.rms_norm(x, torch.ones(4), 3e-6), x / 2e-3)
 
 
-@pytest.mark.parametrize("heads", [None, 3])
-def test_rotate(heads: int | None) -> None:
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    out = torch.full_like(x, torch.nan)
+    KERNELS.rotate(x, cos, sin, out)
+    return out
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_rotate(heads: int) -> None:
     """Half-split as in `apply_rotary_pos_emb`, whose cos and sin repeat the halves."""
     num_rows, dim = 9, 16
-    x = torch.randn(num_rows, dim) if heads is None else torch.randn(num_rows, heads, dim)
+    x = torch.randn(num_rows, heads, dim)
     angle = torch.rand(num_rows, dim // 2) * 6
     cos, sin = angle.cos(), angle.sin()
-    heads_first = x.view(1, num_rows, -1, dim).transpose(1, 2)
+    heads_first = x.unsqueeze(0).transpose(1, 2)
     want, _ = hf.apply_rotary_pos_emb(heads_first, heads_first, *(torch.cat((t, t), -1)[None] for t in (cos, sin)))
-    torch.testing.assert_close(KERNELS.rotate(x, cos, sin), want.transpose(1, 2).reshape(x.shape))
+    want = want[0].transpose(0, 1)
+    torch.testing.assert_close(rotated(x, cos, sin), want)
+    KERNELS.rotate(x, cos, sin, x)
+    torch.testing.assert_close(x, want)
 
 
 def test_rotate_is_the_interleaved_form_after_deinterleaving() -> None:
@@ -52,14 +60,29 @@ def test_rotate_is_the_interleaved_form_after_deinterleaving() -> None:
     tables = [torch.cat((t, t), -1)[None] for t in (angle.cos(), angle.sin())]
     want, _ = hf.apply_rotary_pos_emb_interleave(q, q, *tables)
     evens_first = torch.cat((q[..., ::2], q[..., 1::2]), -1)[0].transpose(0, 1)
-    got = KERNELS.rotate(evens_first, angle.cos(), angle.sin())
-    torch.testing.assert_close(got, want[0].transpose(0, 1))
+    torch.testing.assert_close(rotated(evens_first, angle.cos(), angle.sin()), want[0].transpose(0, 1))
 
 
 def test_rotate_computes_bfloat16_in_float32() -> None:
-    x, angle = torch.randn(6, 8).bfloat16(), torch.rand(6, 4)
-    want = KERNELS.rotate(x.float(), angle.cos(), angle.sin()).bfloat16()
-    assert torch.equal(KERNELS.rotate(x, angle.cos(), angle.sin()), want)
+    x, angle = torch.randn(6, 1, 8).bfloat16(), torch.rand(6, 4)
+    want = rotated(x.float(), angle.cos(), angle.sin()).bfloat16()
+    assert torch.equal(rotated(x, angle.cos(), angle.sin()), want)
+
+
+@pytest.mark.parametrize("query", [0, 12])
+def test_latents_are_normed_beside_rotated_keys(query: int) -> None:
+    down, angle = torch.randn(3, query + 10 + 4), torch.rand(3, 2)
+    q_weight, kv_weight, turn = torch.rand(query), torch.rand(10), (angle.cos(), angle.sin())
+    got_query, got = KERNELS.latent_rows(down, q_weight, kv_weight, 1e-6, *turn)
+    assert got_query.shape == (3, query)
+    if query:
+        torch.testing.assert_close(got_query, KERNELS.rms_norm(down[:, :query], q_weight, 1e-6))
+    torch.testing.assert_close(got[:, :10], KERNELS.rms_norm(down[:, query:-4], kv_weight, 1e-6))
+    torch.testing.assert_close(got[:, 10:], rotated(down[:, None, -4:], *turn)[:, 0])
+    pages = torch.zeros(2, 4, 14)
+    stored = KERNELS.latent_store(down, q_weight, kv_weight, 1e-6, *turn, pages, torch.tensor([6, -1, 1]))
+    assert torch.equal(stored, got_query)
+    assert torch.equal(pages.flatten(0, 1)[[6, 1]], got[[0, 2]]) and not pages.flatten(0, 1)[[0, 2, 3, 4, 5, 7]].any()
 
 
 def test_silu_and_mul() -> None:
@@ -81,27 +104,22 @@ def test_store(spaced: bool) -> None:
     assert torch.equal(pages.reshape(24, 5), want)
 
 
-@given(
-    st.lists(
-        st.lists(st.sampled_from([-200.0, -1.0, 0.0, 3.0, 200.0, -torch.inf]), min_size=2, max_size=2),
-        max_size=4,
-        min_size=1,
-    )
-)
-def test_merge_weighs_parts_and_never_gives_nan(lses: list[list[float]]) -> None:
-    lses_TnH = torch.tensor(lses).unsqueeze(1)  # [T, 1, 2]
-    outs_TnHC = torch.randn(*lses_TnH.shape, 3)
-    outs_TnHC[lses_TnH == -torch.inf] = 0.0
-    out, lse = KERNELS.merge(outs_TnHC, lses_TnH)
-    total = lses_TnH.double().logsumexp(0)
-    weight = (lses_TnH.double() - total).exp().nan_to_num(0.0)
-    torch.testing.assert_close(lse.double(), total, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(out.double(), (weight.unsqueeze(-1) * outs_TnHC).sum(0), atol=1e-5, rtol=1e-5)
-
-
-def test_merge_of_nothing_is_zero_and_minus_infinity() -> None:
-    out, lse = KERNELS.merge(torch.zeros(3, 2, 4, 5), torch.full((3, 2, 4), -torch.inf))
-    assert torch.equal(out, torch.zeros(2, 4, 5)) and torch.equal(lse, torch.full((2, 4), -torch.inf))
+@pytest.mark.parametrize(("groups", "top_groups", "norm"), [(1, 1, True), (4, 2, True), (4, 3, False), (4, 4, True)])
+def test_route_is_their_router(groups: int, top_groups: int, norm: bool) -> None:
+    config = DeepseekV3Config(
+        hidden_size=20, moe_intermediate_size=6, n_routed_experts=16, num_experts_per_tok=3, n_group=groups,
+        topk_group=top_groups, norm_topk_prob=norm, routed_scaling_factor=2.5,
+    )  # fmt: skip
+    theirs = hf.DeepseekV3TopkRouter(config)
+    torch.nn.init.normal_(theirs.weight)
+    theirs.e_score_correction_bias.uniform_(-0.5, 0.5)
+    moe = MoeSpec(16, 3, 6, 1, groups, top_groups, norm, 2.5)
+    x = torch.randn(50, 20)
+    with torch.no_grad():
+        _, want_weight, want_expert = theirs(x)
+        expert, weight = KERNELS.route(x, theirs.weight, theirs.e_score_correction_bias, moe)
+    want = torch.zeros(50, 16).scatter_(1, want_expert, want_weight)
+    torch.testing.assert_close(torch.zeros(50, 16).scatter_(1, expert, weight), want)
 
 
 def their_experts(num_experts: int, top_k: int, hidden: int, width: int) -> torch.nn.Module:
@@ -142,6 +160,7 @@ def test_experts_with_no_rows_or_none_chosen_here() -> None:
     w13, w2 = torch.randn(2, 8, 6), torch.randn(2, 6, 4)
     x, expert, weight = torch.randn(3, 6), torch.full((3, 2), 7), torch.ones(3, 2)
     assert torch.equal(KERNELS.experts(x, expert, weight, w13, w2, 0), torch.zeros(3, 6))
+    assert torch.equal(KERNELS.experts(x, expert, weight, w13, w2, 0, x), x)
     assert KERNELS.experts(x[:0], expert[:0], weight[:0], w13, w2, 0).shape == (0, 6)
 
 

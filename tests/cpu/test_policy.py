@@ -38,7 +38,7 @@ class Restless:
     def arrived(self, now: float, num_prompt_tokens: int) -> None:
         self.arrivals.append(num_prompt_tokens)
 
-    def finished(self, num_output_tokens: int) -> None:
+    def finished(self, num_output_tokens: int, cut_off: bool = False) -> None:
         self.lengths.append(num_output_tokens)
 
     def decide(self, situation: Situation) -> Decision | None:

@@ -171,19 +171,20 @@ def test_the_form_of_a_chunk_is_the_cheaper_or_by_rule() -> None:
     assert both[long][0] + in_latent > both[long][1] and both[short][0] < both[short][1]
     for chunk, is_expanded in ((long, True), (short, False)):
         load = StepLoad.of_arrays([0], [chunk.rows], [chunk.start], 2)
-        for model in (tiny_model(), tiny_model(cheapest_forms=False)):
+        for model in (tiny_model(), tiny_model(cheapest_forms=True)):
             assert model.step(DP, load).stages["attention"] == pytest.approx(2 * both[chunk][is_expanded])
     load = StepLoad.prefill(1, 64, 0, 2)
-    assert tiny_model().step(DOP, load).stages["attention"] == pytest.approx(2 * stages.attend_expanded(long, 2))
-    by_rule = tiny_model(cheapest_forms=False).step(DOP, load).stages["attention"]
-    assert by_rule == pytest.approx(2 * stages.attend_absorbed(long, 4))
+    for model in (tiny_model(), tiny_model(cheapest_forms=True)):
+        assert model.step(DOP, load).stages["attention"] == pytest.approx(2 * stages.attend_expanded(long, 2))
+    few = StepLoad.of_arrays([0], [short.rows], [short.start], 2)
+    assert tiny_model().step(DOP, few).stages["attention"] == pytest.approx(2 * stages.attend_absorbed(short, 4))
 
 
 def test_cp_sends_the_queries_of_a_short_chunk_after_a_long_history() -> None:
     """With slow gathers, two rows are cheaper to send than a history of 4,000; by the plain rule histories go."""
     slow = {"all_gather": Collective(0, 1e-9), "tflops": 1e12}
     load = StepLoad.prefill(1, 2, 4000, 2)
-    chosen, plain = tiny_model(**slow), tiny_model(cheapest_forms=False, **slow)
+    chosen, plain = tiny_model(cheapest_forms=True, **slow), tiny_model(**slow)
     assert chosen.step(CP, load).stages["exchange"] < plain.step(CP, load).stages["exchange"]
     assert plain.step(CP, load).stages["exchange"] == pytest.approx(2 * 4004 * 18 * 4 / 2)
 
@@ -251,7 +252,7 @@ def test_cp_and_dcp_divide_attention_by_the_ranks() -> None:
     stages = [H200.step(layout, StepLoad.decode(1, 1 << 19, 8)).stages["attention"] for layout in (DP, CP, DCP)]
     assert stages[1] == stages[2] == pytest.approx(stages[0] / 8, rel=1e-3)
     # Of a chunk, every rank expands the history and attends with its share of the rows.
-    model, load = tiny_model(ranks=4, cheapest_forms=False), StepLoad.prefill(1, 16, 4000, 4)
+    model, load = tiny_model(ranks=4), StepLoad.prefill(1, 16, 4000, 4)
     pairs = 2 * model.stages.expanded_pairs(Chunk(0, 16, 4000), heads=4)
     saved = model.step(DP, load).stages["attention"] - model.step(CP, load).stages["attention"]
     assert saved == pytest.approx(pairs * 3 / 4)

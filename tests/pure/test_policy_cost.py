@@ -192,9 +192,9 @@ def test_heads_that_cannot_be_shared_leave_two_layouts() -> None:
 
 
 def test_where_memory_limits_admission_it_prefers_the_layout_that_admits_more() -> None:
-    """With the same batch dp is faster; with two pages of every three taken by its weights, dop runs more at once."""
-    waiting = [request(100 + i, None, 2000, 0, max_tokens=20_000) for i in range(200)]
-    few_slots = dataclasses.replace(GEOMETRY, num_slots=GEOMETRY.num_weight_slots + 450)
+    """With the same batch dp is faster; with most of its pages taken by weights, dop runs more at once."""
+    waiting = [request(100 + i, None, 1000, 0, max_tokens=20_000) for i in range(200)]
+    few_slots = dataclasses.replace(GEOMETRY, num_slots=GEOMETRY.num_weight_slots + 350)
     running = decoding(24, 9000, output=8000, max_tokens=20_000)
     roomy, tight = Drive(cost_policy(), DP), Drive(cost_policy(few_slots), DP)
     assert roomy.settle(running, waiting).target == "dp" and not roomy.switches

@@ -27,7 +27,7 @@ class Wishes:
     def arrived(self, now: float, num_prompt_tokens: int) -> None:
         self.arrivals.append((now, num_prompt_tokens))
 
-    def finished(self, num_output_tokens: int) -> None:
+    def finished(self, num_output_tokens: int, cut_off: bool = False) -> None:
         raise AssertionError("nothing finishes here")
 
     def decide(self, situation: Situation) -> Decision:

@@ -44,6 +44,20 @@ def test_running_requests_correct_the_bias_of_those_that_have_finished() -> None
     assert naive < 600 and new == pytest.approx(1000, rel=0.25)
 
 
+def test_requests_that_are_cut_off_say_that_outputs_are_longer() -> None:
+    lives = np.random.default_rng(6).exponential(1000, 800)
+    outputs, naive = Outputs(), Outputs()
+    for life in lives.tolist():
+        outputs.add(int(min(life, 1500)) + 1, cut_off=life > 1500)
+        naive.add(int(min(life, 1500)) + 1)
+    assert naive.remaining(ages())[1] < 850 < 1000 < outputs.remaining(ages())[1]
+    outputs = Outputs()
+    for _ in range(100):
+        outputs.add(24, cut_off=True)
+    left, new = outputs.remaining(ages(30))
+    assert left[0] >= UNKNOWN_TOKENS and new >= UNKNOWN_TOKENS, "nothing has ended by itself"
+
+
 def test_beyond_what_has_been_seen_a_request_goes_on_for_as_long_as_it_has() -> None:
     outputs = Outputs()
     assert outputs.remaining(ages(0, 5000))[0].tolist() == pytest.approx([UNKNOWN_TOKENS, 5000], rel=0.02)

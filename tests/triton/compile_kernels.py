@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from splash.platform.triton import absorbed, expanded, experts, fused, pages, rows
+from splash.platform.triton import absorbed, expanded, experts, fused, pages, route, rows
 from splash.platform.triton.attention import absorbed_tiles, expanded_tiles
 from splash.platform.triton.kernels import expert_tiles
 from splash.platform.triton.launch import Target, Tiles
@@ -29,8 +29,9 @@ C, R, NOPE, VALUE, PAGE = 512, 64, 128, 128, 64  # DeepSeek-V3's, and the defaul
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 POINTERS = {  # of kernels whose pointers are not all to the data's dtype
     "segments_ptr": "*i32", "visible_ptr": "*i32", "slots_ptr": "*i32", "splits_ptr": "*i32", "blocks_ptr": "*i32",
-    "lse_ptr": "*fp32", "part_ptr": "*fp32", "part_lse_ptr": "*fp32", "lses_ptr": "*fp32",
-    "cos_ptr": "*fp32", "sin_ptr": "*fp32", "index_ptr": "*i64", "expert_ptr": "*i64", "weights_ptr": "*fp32",
+    "lse_ptr": "*fp32", "part_ptr": "*fp32", "part_lse_ptr": "*fp32",
+    "cos_ptr": "*fp32", "sin_ptr": "*fp32", "index_ptr": "*i64", "expert_ptr": "*i64", "router_ptr": "*fp32",
+    "bias_ptr": "*fp32",
     "pairs_ptr": "*i32", "block_expert_ptr": "*i32", "counts_ptr": "*i32", "places_ptr": "*i32", "starts_ptr": "*i32",
     "chunks_ptr": "*i64",
 }  # fmt: skip
@@ -55,7 +56,7 @@ def compile_kernel(
         elif name.endswith("_ptr"):
             signature[name] = POINTERS.get(name, f"*{dtype}")
         else:
-            signature[name] = "fp32" if name in ("eps", "scale_log2") else "i32"
+            signature[name] = "fp32" if name in ("eps", "scale_log2", "scaling") else "i32"
         if signature[name] != "constexpr" and ALIGNED.match(name):
             attributes[(place,)] = [["tt.divisibility", 16]]
     source_class = ASTSource
@@ -136,19 +137,26 @@ def expert_cases(target: Target, dtype: torch.dtype) -> list[tuple[str, Any, dic
 def small_cases() -> list[tuple[str, Any, dict[str, Any], int, dict[str, str]]]:
     words = {"source_ptr": "*i32", "target_ptr": "*i32"}
     expert = {"weight_ptr": "*fp32"}
+    assigned = {"BLOCK_P": 2048, "BLOCK_E": 256, "BLOCK_B": 512, "BLOCK_M": 32}
+    choice = {
+        "SPLITS": 28, "GROUPS": 8, "TOP_GROUPS": 4, "TOP_K": 8, "NORM": True, "BLOCK_N": 4, "BLOCK_G": 8, "BLOCK_S": 32,
+        "BLOCK_K": 8,
+    }  # fmt: skip
     return [
         ("rms_norm", fused.rms_norm_kernel, {"BLOCK_D": 8192, "ADD": True}, 8, {}),
         ("rotate", fused.rotate_kernel, {"BLOCK_HALF": 32, "BLOCK_H": 16}, 4, {}),
-        ("latent", fused.latent_kernel, {"BLOCK_C": 512, "BLOCK_HALF": 32, "PAGE": 64}, 4, {}),
+        ("latent", fused.latent_kernel, {"BLOCK_Q": 2048, "BLOCK_C": 512, "BLOCK_HALF": 32, "PAGE": 64}, 4, {}),
         ("store", fused.store_kernel, {"BLOCK_K": 1024, "PAGE": 64}, 4, {}),
         ("silu_and_mul", fused.silu_and_mul_kernel, {"BLOCK_I": 1024}, 4, {}),
-        ("merge", fused.merge_kernel, {"T": 8, "BLOCK_C": 512}, 4, {}),
         ("copy_runs", rows.copy_runs_kernel, {"INDEXED": 1, "BLOCK": 1024, "WORDS": True}, 4, words),
         ("copy_chunks", pages.copy_chunks_kernel, {"BLOCK": 8192, "WORDS": True}, 16, words),
+        ("scores", route.scores_kernel, {"BLOCK_N": 32, "BLOCK_E": 64, "BLOCK_K": 64, "DEPTH": 256}, 4, {}),
+        ("choose", route.choose_kernel, choice, 4, expert),
+        ("assign", experts.assign_kernel, assigned, 4, {}),
         ("count", experts.count_kernel, {"BLOCK": 256}, 4, {}),
         ("offsets", experts.offsets_kernel, {"BLOCK_E": 256, "BLOCK_M": 128, "BLOCK": 32}, 4, {}),
         ("place", experts.place_kernel, {"BLOCK": 256}, 4, {}),
-        ("combine", experts.combine_kernel, {"TOP_K": 8, "BLOCK_D": 1024}, 4, expert),
+        ("combine", experts.combine_kernel, {"TOP_K": 8, "BLOCK_D": 1024, "ADD": True}, 4, expert),
     ]
 
 

@@ -8,11 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from splash.core.spec import MoeSpec
 from splash.platform.cpu.kernels import CpuKernels
-from splash.platform.triton import pages
+from splash.platform.triton import experts, pages
 from splash.platform.triton.experts import max_blocks
 from splash.platform.triton.kernels import TritonKernels
-from splash.platform.triton.rows import gather_rows, pack_heads, scatter_rows, unpack_heads
+from splash.platform.triton.rows import gather_rows, pack_heads, unpack_heads
 
 # The interpreter warns of log(0) = -inf, which is what an empty history has.
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
@@ -48,37 +49,45 @@ def test_norms(kernels: TritonKernels, device: torch.device, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("heads", [None, 1, 19])
-def test_rotate(kernels: TritonKernels, device: torch.device, heads: int | None, dtype: torch.dtype) -> None:
-    x = torch.randn(*((5, 12) if heads is None else (5, heads, 12))).to(dtype)
-    angle = torch.rand(5, 6)
+@pytest.mark.parametrize("heads", [1, 19])
+def test_rotate(kernels: TritonKernels, device: torch.device, heads: int, dtype: torch.dtype) -> None:
+    """From a slice of wider heads to one of others, and in place."""
+    x, angle = torch.randn(5, heads, 17).to(dtype), torch.rand(5, 6)
     cos, sin = angle.cos(), angle.sin()
-    want = ORACLE.rotate(x, cos, sin)
-    close(kernels.rotate(x.to(device), cos.to(device), sin.to(device)), want, HALF[dtype])
-    if heads is not None:
-        wide = torch.zeros(5, heads, 20, dtype=dtype, device=device)
-        wide[..., 8:] = x.to(device)
-        kernels.rotate_(wide[..., 8:], cos.to(device), sin.to(device))
-        close(wide[..., 8:], want, HALF[dtype])
-        assert not wide[..., :8].any()
+    want = torch.empty(5, heads, 12, dtype=dtype)
+    ORACLE.rotate(x[..., 5:], cos, sin, want)
+    out = torch.zeros(5, heads, 20, dtype=dtype, device=device)
+    kernels.rotate(x.to(device)[..., 5:], cos.to(device), sin.to(device), out[..., 8:])
+    close(out[..., 8:], want, HALF[dtype])
+    assert not out[..., :8].any()
+    x_here = x.to(device)
+    kernels.rotate(x_here[..., 5:], cos.to(device), sin.to(device), x_here[..., 5:])
+    close(x_here[..., 5:], want, HALF[dtype])
+    assert torch.equal(x_here[..., :5].cpu(), x[..., :5])
+    kernels.rotate(out[:0], cos[:0].to(device), sin[:0].to(device), out[:0])
 
 
-@pytest.mark.parametrize("rotary", [8, 0])
+@pytest.mark.parametrize(("query", "rotary"), [(0, 8), (24, 8), (33, 0)])
 @pytest.mark.parametrize("dtype", HALF)
 def test_latents_go_to_rows_or_to_the_cache(
-    kernels: TritonKernels, device: torch.device, rotary: int, dtype: torch.dtype
+    kernels: TritonKernels, device: torch.device, query: int, rotary: int, dtype: torch.dtype
 ) -> None:
-    wide, weight, angle = torch.randn(4, 60).to(dtype), torch.rand(40).to(dtype), torch.rand(4, rotary // 2)
-    kv = wide[:, : 40 + rotary]
-    cos, sin = angle.cos(), angle.sin()
-    want = torch.cat((ORACLE.rms_norm(kv[:, :40], weight, 1e-6), ORACLE.rotate(kv[:, 40:], cos, sin)), dim=-1)
-    args = (kv.to(device), weight.to(device), 1e-6, cos.to(device), sin.to(device))
-    close(kernels.latent_rows(*args), want, HALF[dtype])
+    wide, angle = torch.randn(4, 100).to(dtype), torch.rand(4, rotary // 2)
+    down = wide[:, : query + 40 + rotary]
+    norms = torch.rand(query).to(dtype), torch.rand(40).to(dtype)
+    args = (down, *norms, 1e-6, angle.cos(), angle.sin())
+    here = [x.to(device) if isinstance(x, torch.Tensor) else x for x in args]
+    want_query, want = ORACLE.latent_rows(*args)
+    got_query, got = kernels.latent_rows(*here)
+    close(got_query, want_query, HALF[dtype])
+    close(got, want, HALF[dtype])
     cache = torch.zeros(3, 4, 40 + rotary, dtype=dtype, device=device)
-    kernels.latent_store(*args, cache, torch.tensor([9, -1, 0, 4], device=device))
+    close(kernels.latent_store(*here, cache, torch.tensor([9, -1, 0, 4], device=device)), want_query, HALF[dtype])
     expected = torch.zeros(12, 40 + rotary, dtype=dtype)
     expected[[9, 0, 4]] = want[[0, 2, 3]]
     close(cache.flatten(0, 1), expected, HALF[dtype])
+    empty = [x[:0] if isinstance(x, torch.Tensor) and x.dim() == 2 else x for x in here]
+    assert [part.shape for part in kernels.latent_rows(*empty)] == [(0, query), (0, 40 + rotary)]
 
 
 def test_store(kernels: TritonKernels, device: torch.device) -> None:
@@ -95,29 +104,87 @@ def test_silu_and_mul(kernels: TritonKernels, device: torch.device) -> None:
     close(kernels.silu_and_mul(x.to(device)), ORACLE.silu_and_mul(x))
 
 
-def test_merge_weighs_parts_and_never_gives_nan(kernels: TritonKernels, device: torch.device) -> None:
-    lses = torch.tensor([[-200.0, -1.0, -torch.inf, 3.0, -torch.inf], [200.0, -torch.inf, 0.0, 3.0, -torch.inf]])
-    outs = torch.randn(2, 5, 1, 6)
-    outs[lses == -torch.inf] = torch.nan  # what an empty part holds counts for nothing
-    want, want_lse = ORACLE.merge(outs.nan_to_num(0.0), lses.unsqueeze(-1))
-    got, lse = kernels.merge(outs.to(device), lses.unsqueeze(-1).to(device))
-    close(got, want)
-    close(lse, want_lse)
-    assert not got[4].any() and lse[4].item() == -torch.inf
+def routed(got: tuple[torch.Tensor, torch.Tensor], num_experts: int) -> torch.Tensor:
+    """What a row gives each expert: chosen ones in any order."""
+    expert, weight = (part.cpu() for part in got)
+    assert expert.dtype == torch.int64 and weight.dtype == torch.float32
+    assert all(len(set(row)) == len(row) for row in expert.tolist())
+    return torch.zeros(len(expert), num_experts).scatter_(1, expert, weight)
 
 
+@settings(max_examples=25)
+@given(
+    rows=st.sampled_from([1, 5, 17, 40, 300]),
+    groups=st.integers(1, 5),
+    group_size=st.integers(1, 9),
+    norm=st.booleans(),
+    data=st.data(),
+)
+def test_route(rows: int, groups: int, group_size: int, norm: bool, data: st.DataObject) -> None:
+    top_groups = data.draw(st.integers(1, groups), label="top groups")
+    top_k = data.draw(st.integers(1, min(8, top_groups * group_size)), label="top k")
+    num_experts, dim = groups * group_size, data.draw(st.sampled_from([7, 300]), label="dim")
+    moe = MoeSpec(num_experts, top_k, 8, 1, groups, top_groups, norm, 2.5)
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99), label="seed"))
+    x, router = (torch.randn(n, dim, generator=generator) for n in (rows, num_experts))
+    bias = torch.randn(num_experts, generator=generator)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    got = TritonKernels(device).route(x.to(device), (router * dim**-0.5).to(device), bias.to(device), moe)
+    want = ORACLE.route(x, router * dim**-0.5, bias, moe)
+    close(routed(got, num_experts), routed(want, num_experts))
+
+
+def test_route_takes_the_first_of_equal_ones_and_survives_nan(kernels: TritonKernels, device: torch.device) -> None:
+    moe = MoeSpec(12, 3, 8, 0, num_groups=4, top_k_groups=2)
+    x, router, bias = torch.zeros(3, 6, device=device), torch.rand(12, 6, device=device), torch.zeros(12, device=device)
+    x[2] = torch.nan
+    bias[7] = 1.0
+    expert, weight = kernels.route(x, router, bias, moe)
+    assert expert[:2].tolist() == [[7, 0, 1]] * 2  # groups 2 and then 0
+    assert torch.allclose(weight[:2].cpu(), torch.full((2, 3), 1 / 3))
+    assert sorted(expert[2].tolist()) == [0, 1, 2]  # where nothing is known, still experts that are there
+    assert kernels.route(x[:0], router, bias, moe)[0].shape == (0, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 128, 1000])
+def test_route_at_deepseek_dims(kernels: TritonKernels, device: torch.device, rows: int) -> None:
+    moe = MoeSpec(256, 8, 2048, 1, num_groups=8, top_k_groups=4, routed_scaling_factor=2.5)
+    x, router = torch.randn(rows, 7168).bfloat16(), torch.randn(256, 7168) * 7168**-0.5
+    bias = torch.rand(256) * 0.1
+    got = routed(kernels.route(x.to(device), router.to(device), bias.to(device), moe), 256)
+    want = routed(ORACLE.route(x, router, bias, moe), 256)
+    same = ((got > 0) == (want > 0)).all(1)  # two products may differ over scores that are all but equal
+    assert same.float().mean() > 0.98
+    close(got[same], want[same], 1e-4)
+
+
+@pytest.mark.parametrize("at_once", [2048, 1], ids=["one program", "many"])
 @pytest.mark.parametrize(("rows", "dtype"), [(1, torch.float32), (40, torch.float32), (9, torch.float16)])
-def test_experts(kernels: TritonKernels, device: torch.device, rows: int, dtype: torch.dtype) -> None:
+def test_experts(
+    kernels: TritonKernels,
+    device: torch.device,
+    rows: int,
+    dtype: torch.dtype,
+    at_once: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(experts, "_ASSIGNED_AT_ONCE", at_once)
     num_experts, top_k, dim, width = 6, 2, 40, 24
     x, weight = torch.randn(rows, dim).to(dtype), torch.rand(rows, top_k)
     expert = torch.rand(rows, num_experts).topk(top_k).indices
+    expert[: rows // 2, 0] = 3  # more than a block of one expert
+    beside = torch.randn(rows, dim).to(dtype)
     w13 = (torch.randn(num_experts, 2 * width, dim) * dim**-0.5).to(dtype)
     w2 = (torch.randn(num_experts, dim, width) * width**-0.5).to(dtype)
     for first, count in ((0, 6), (2, 3)):
         local = slice(first, first + count)
-        want = ORACLE.experts(x, expert, weight, w13[local], w2[local], first)
-        args = (t.to(device) for t in (x, expert, weight, w13[local], w2[local]))
-        close(kernels.experts(*args, first), want, 2e-5 if dtype == torch.float32 else 5e-3)
+        args = (x, expert, weight, w13[local], w2[local])
+        here = tuple(t.to(device) for t in args)
+        tol = 2e-5 if dtype == torch.float32 else 5e-3
+        close(kernels.experts(*here, first), ORACLE.experts(*args, first), tol)
+        got = kernels.experts(*here, first, beside.to(device))
+        close(got, ORACLE.experts(*args, first, beside), tol)
 
 
 def test_experts_with_no_rows_or_none_chosen_here(kernels: TritonKernels, device: torch.device) -> None:
@@ -125,6 +192,8 @@ def test_experts_with_no_rows_or_none_chosen_here(kernels: TritonKernels, device
     x, weight = torch.randn(3, 6, device=device), torch.ones(3, 2, device=device)
     expert = torch.tensor([[7, -1]] * 3, device=device)
     assert not kernels.experts(x, expert, weight, w13, w2, 0).any()
+    assert torch.equal(kernels.experts(x, expert, weight, w13, w2, 0, x), x)
+    assert torch.equal(kernels.experts(x, expert, weight, w13[:0], w2[:0], 0, x), x)
     assert kernels.experts(x[:0], expert[:0], weight[:0], w13, w2, 0).shape == (0, 6)
 
 
@@ -155,10 +224,6 @@ def test_rows_by_index(device: torch.device, width: int, index_dtype: torch.dtyp
     index = torch.tensor([4, -1, 0, 8], dtype=index_dtype, device=device)
     got = gather_rows(source, index)
     assert torch.equal(got[[0, 2, 3]], source[[4, 0, 8]]) and not got[1].any()
-    out = torch.full((9, 2, width), 7.0, device=device)
-    scatter_rows(got, index, out)
-    assert torch.equal(out[[4, 0, 8]], source[[4, 0, 8]])
-    assert (out[[1, 2, 3, 5, 6, 7]] == 7.0).all()
 
 
 @pytest.mark.parametrize("unit", [16, 1], ids=["words", "bytes"])

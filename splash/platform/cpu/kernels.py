@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from splash.platform.base import Kernels
+from splash.core.spec import MoeSpec
+from splash.platform.kernels import Kernels
 
 
 class CpuKernels(Kernels):
@@ -23,16 +24,38 @@ class CpuKernels(Kernels):
         return self.rms_norm(total_nD, weight_D, eps), total_nD
 
     def latent_rows(
-        self, kv_nK: torch.Tensor, weight_C: torch.Tensor, eps: float, cos_nR: torch.Tensor, sin_nR: torch.Tensor
-    ) -> torch.Tensor:
-        latent_nC, key_nR = kv_nK.tensor_split((len(weight_C),), dim=1)
-        return torch.cat((self.rms_norm(latent_nC, weight_C, eps), self.rotate(key_nR, cos_nR, sin_nR)), dim=-1)
+        self,
+        down_nX: torch.Tensor,
+        q_weight_Q: torch.Tensor,
+        kv_weight_C: torch.Tensor,
+        eps: float,
+        cos_nR: torch.Tensor,
+        sin_nR: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ends = (len(q_weight_Q), len(q_weight_Q) + len(kv_weight_C))
+        query_nQ, latent_nC, key_nR = down_nX.tensor_split(ends, dim=1)
+        if len(q_weight_Q):
+            query_nQ = self.rms_norm(query_nQ, q_weight_Q, eps)
+        latent_nC = self.rms_norm(latent_nC, kv_weight_C, eps)
+        return query_nQ, torch.cat((latent_nC, _rotated(key_nR, cos_nR, sin_nR)), dim=-1)
 
-    def rotate(self, x: torch.Tensor, cos_nR: torch.Tensor, sin_nR: torch.Tensor) -> torch.Tensor:
-        if x.dim() == 3:
-            cos_nR, sin_nR = cos_nR.unsqueeze(1), sin_nR.unsqueeze(1)
-        first, second = x.float().chunk(2, dim=-1)
-        return torch.cat((first * cos_nR - second * sin_nR, second * cos_nR + first * sin_nR), dim=-1).to(x.dtype)
+    def latent_store(
+        self,
+        down_nX: torch.Tensor,
+        q_weight_Q: torch.Tensor,
+        kv_weight_C: torch.Tensor,
+        eps: float,
+        cos_nR: torch.Tensor,
+        sin_nR: torch.Tensor,
+        pages_SPK: torch.Tensor,
+        index_n: torch.Tensor,
+    ) -> torch.Tensor:
+        query_nQ, latent_nK = self.latent_rows(down_nX, q_weight_Q, kv_weight_C, eps, cos_nR, sin_nR)
+        self.store(pages_SPK, index_n, latent_nK)
+        return query_nQ
+
+    def rotate(self, x_nHR: torch.Tensor, cos_nR: torch.Tensor, sin_nR: torch.Tensor, out_nHR: torch.Tensor) -> None:
+        out_nHR.copy_(_rotated(x_nHR, cos_nR.unsqueeze(1), sin_nR.unsqueeze(1)))
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = x.chunk(2, dim=-1)
@@ -48,13 +71,37 @@ class CpuKernels(Kernels):
         else:
             pages_SPK[index_n // page_size, index_n % page_size] = rows_nK.to(pages_SPK.dtype)
 
-    def merge(self, outs_TnHC: torch.Tensor, lses_TnH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        lse_nH = torch.logsumexp(lses_TnH, dim=0)
-        # Where every part is empty, -inf - 0 keeps the weights at 0; -inf - -inf would be NaN.
-        weight_TnH = (lses_TnH - lse_nH.masked_fill(lse_nH == -torch.inf, 0.0)).exp_()
-        return (outs_TnHC.float() * weight_TnH.unsqueeze(-1)).sum(dim=0).to(outs_TnHC.dtype), lse_nH
+    def route(
+        self, x_nD: torch.Tensor, router_ED: torch.Tensor, bias_E: torch.Tensor, moe: MoeSpec
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = (x_nD.float() @ router_ED.t()).sigmoid()
+        choice = scores + bias_E
+        if moe.top_k_groups < moe.num_groups:
+            grouped = choice.view(len(choice), moe.num_groups, -1)
+            group_scores = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(dim=-1)
+            best = group_scores.topk(moe.top_k_groups, dim=-1).indices
+            dropped = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, best, False)
+            choice = grouped.masked_fill(dropped.unsqueeze(-1), float("-inf")).flatten(1)
+        expert = choice.topk(moe.top_k, dim=-1).indices
+        weight = scores.gather(1, expert)
+        if moe.norm_topk_prob:
+            weight = weight / (weight.sum(dim=-1, keepdim=True) + 1e-20)
+        return expert, weight * moe.routed_scaling_factor
 
     def experts(
+        self,
+        x_nD: torch.Tensor,
+        expert_nk: torch.Tensor,
+        weight_nk: torch.Tensor,
+        w13_EID: torch.Tensor,
+        w2_EDI: torch.Tensor,
+        first_expert: int,
+        beside_nD: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        routed_nD = self._routed(x_nD, expert_nk, weight_nk, w13_EID, w2_EDI, first_expert)
+        return routed_nD if beside_nD is None else routed_nD + beside_nD
+
+    def _routed(
         self,
         x_nD: torch.Tensor,
         expert_nk: torch.Tensor,
@@ -83,3 +130,8 @@ class CpuKernels(Kernels):
                 torch.mm(hidden, w2_EDI[expert].T, out=y_pD[start:stop])
         weighted = y_pD.float() * weight_nk.reshape(-1)[local].unsqueeze(1)
         return out_nD.index_add_(0, token, weighted).to(x_nD.dtype)
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -16,13 +16,13 @@ from splash.platform.base import (
     Communicator,
     DeviceInfo,
     GroupHandle,
-    Kernels,
     MemoryUse,
     Platform,
     Rank,
 )
 from splash.platform.cpu import collectives as host_collectives
 from splash.platform.cuda import nvml
+from splash.platform.kernels import Kernels
 
 if TYPE_CHECKING:
     import torch

@@ -1,14 +1,14 @@
 """The local part of a mixture of experts: rows sorted by expert into blocks, two grouped products, a weighted sum.
 
-    count     how many of the chosen (row, choice) pairs each local expert has, and each pair's place among them
-    offsets   where each expert's rows begin once every expert's share is padded to whole blocks
-    place     the pair that each padded row is, -1 where it is padding
+    assign    the pair, a row and one of its choices, that each row of the blocks is, -1 where it is padding
     up        silu(x w1^T) * (x w3^T) of each padded row          one block of rows x one block of I a program
     down      its product with w2, at the pair's own place        one block of rows x one block of D
-    combine   the weighted sum of each row's local pairs, in a fixed order
+    combine   the weighted sum of each row's local pairs, in a fixed order, and what is beside them
 
-All sizes are bounds that the host knows; how many blocks are used, only the device does. So nothing waits for the
-device, and a graph can hold all of it.
+Few pairs are assigned by one program, many by three kernels: how many pairs each local expert has, and each pair's
+place among them (count); where each expert's rows begin once its share is padded to whole blocks (offsets); and then
+the pairs (place). All sizes are bounds that the host knows; how many blocks are used, only the device does. So nothing
+waits for the device, and a graph can hold all of it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from splash.platform.triton.launch import Tiles, descriptor, next_power_of_2
 
 _PAIRS_AT_ONCE = 256
 _BLOCKS_AT_ONCE = 32
+_ASSIGNED_AT_ONCE = 2048  # pairs that one program assigns
 
 
 @triton.jit
@@ -31,6 +32,35 @@ def _product(a_MK, b_NK, acc, SWAP: tl.constexpr, PRECISION: tl.constexpr):
     else:
         acc = tl.dot(a_MK, b_NK.T, acc, input_precision=PRECISION)
     return acc
+
+
+@triton.jit
+def assign_kernel(
+    expert_ptr, starts_ptr, block_expert_ptr, pairs_ptr, num_pairs, first_expert, num_experts, max_blocks,
+    BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """All pairs in one program: the expert of each block (-1 beyond the last), and the pair that each row is.
+
+    `starts` is for the program itself: each expert's next free row. Rows of blocks that have no expert are left as is.
+    """
+    p_P, e_E, b_B = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_B)
+    expert_P = tl.load(expert_ptr + p_P, mask=p_P < num_pairs, other=-1).to(tl.int32) - first_expert
+    local_P = (expert_P >= 0) & (expert_P < num_experts) & (p_P < num_pairs)
+    expert_P = tl.where(local_P, expert_P, 0)
+    counts_E = tl.histogram(expert_P, BLOCK_E, mask=local_P)
+    blocks_E = (counts_E + BLOCK_M - 1) // BLOCK_M
+    ends_E = tl.cumsum(blocks_E, 0)
+    starts_E = ends_E - blocks_E
+    tl.store(starts_ptr + e_E, starts_E * BLOCK_M, mask=e_E < num_experts)
+    for block in range(tl.max(blocks_E)):
+        tl.store(block_expert_ptr + starts_E + block, e_E, mask=block < blocks_E)
+    tl.store(block_expert_ptr + b_B, -1, mask=(b_B >= tl.sum(blocks_E)) & (b_B < max_blocks))
+    padding_EM = tl.arange(0, BLOCK_M)[None, :]
+    is_padding_EM = padding_EM < (blocks_E * BLOCK_M - counts_E)[:, None]
+    tl.store(pairs_ptr + ends_E[:, None] * BLOCK_M - 1 - padding_EM, -1, mask=is_padding_EM)
+    tl.debug_barrier()  # `starts` is written
+    row_P = tl.atomic_add(starts_ptr + expert_P, 1, mask=local_P)
+    tl.store(pairs_ptr + row_P, p_P, mask=local_P)
 
 
 @triton.jit
@@ -152,8 +182,9 @@ def down_kernel(
 
 @triton.jit
 def combine_kernel(
-    y_ptr, expert_ptr, weight_ptr, out_ptr, first_expert, num_experts, D, TOP_K: tl.constexpr, BLOCK_D: tl.constexpr
-):
+    y_ptr, expert_ptr, weight_ptr, beside_ptr, out_ptr, first_expert, num_experts, D,
+    TOP_K: tl.constexpr, BLOCK_D: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     d_D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     sum_D = tl.zeros([BLOCK_D], dtype=tl.float32)
@@ -164,6 +195,9 @@ def combine_kernel(
         expert_D = expert + tl.zeros([BLOCK_D], dtype=tl.int32)
         local_D = (expert_D >= 0) & (expert_D < num_experts) & (d_D < D)
         sum_D += weight * tl.load(y_ptr + pair * D + d_D, mask=local_D, other=0.0).to(tl.float32)
+    if ADD:
+        sum_D = sum_D.to(out_ptr.dtype.element_ty).to(tl.float32)
+        sum_D += tl.load(beside_ptr + row * D + d_D, mask=d_D < D, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * D + d_D, sum_D, mask=d_D < D)
 
 
@@ -179,6 +213,7 @@ def experts(
     w13_EID: torch.Tensor,
     w2_EDI: torch.Tensor,
     first_expert: int,
+    beside_nD: torch.Tensor | None,
     up_tiles: Tiles,
     down_tiles: Tiles,
 ) -> torch.Tensor:
@@ -191,28 +226,16 @@ def experts(
     if not num_rows:
         return out
     if not num_experts:
-        return out.zero_()
+        return out.zero_() if beside_nD is None else out.copy_(beside_nD)
     block_rows = up_tiles.rows
     assert down_tiles.rows == block_rows
     expert_nk, weight_nk = expert_nk.contiguous(), weight_nk.contiguous()
     w13_EID, w2_EDI = w13_EID.contiguous(), w2_EDI.contiguous()
     blocks = max_blocks(num_pairs, num_experts, block_rows)
     device = x_nD.device
-    counts = torch.zeros(num_experts, dtype=torch.int32, device=device)
-    starts = torch.empty_like(counts)
-    places = torch.empty(num_pairs, dtype=torch.int32, device=device)
-    block_expert = torch.empty(blocks, dtype=torch.int32, device=device)
-    pairs = torch.full((blocks * block_rows,), -1, dtype=torch.int32, device=device)
+    block_expert, pairs = _assigned(expert_nk, first_expert, num_experts, blocks, block_rows)
     hidden = torch.empty(blocks * block_rows, width, dtype=x_nD.dtype, device=device)
     y = torch.empty(num_pairs, dim, dtype=x_nD.dtype, device=device)
-
-    grid = (triton.cdiv(num_pairs, _PAIRS_AT_ONCE),)
-    count_kernel[grid](expert_nk, counts, places, num_pairs, first_expert, num_experts, BLOCK=_PAIRS_AT_ONCE)
-    offsets_kernel[(triton.cdiv(blocks, _BLOCKS_AT_ONCE),)](
-        counts, starts, block_expert, num_experts, blocks,
-        BLOCK_E=next_power_of_2(num_experts), BLOCK_M=block_rows, BLOCK=_BLOCKS_AT_ONCE,
-    )  # fmt: skip
-    place_kernel[grid](expert_nk, places, starts, pairs, num_pairs, first_expert, num_experts, BLOCK=_PAIRS_AT_ONCE)
 
     t = up_tiles
     tma = t.tma and width % t.columns == 0 and dim % t.depth == 0
@@ -232,7 +255,37 @@ def experts(
         PRECISION=t.precision, STAGES=t.stages, num_warps=t.warps,
     )  # fmt: skip
     block_dim = min(1024, next_power_of_2(dim))
+    beside_nD = None if beside_nD is None else beside_nD.contiguous()
     combine_kernel[(num_rows, triton.cdiv(dim, block_dim))](
-        y, expert_nk, weight_nk, out, first_expert, num_experts, dim, TOP_K=top_k, BLOCK_D=block_dim
-    )
+        y, expert_nk, weight_nk, beside_nD, out, first_expert, num_experts, dim,
+        TOP_K=top_k, BLOCK_D=block_dim, ADD=beside_nD is not None,
+    )  # fmt: skip
     return out
+
+
+def _assigned(
+    expert_nk: torch.Tensor, first_expert: int, num_experts: int, blocks: int, block_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The expert of each of `blocks` blocks, -1 beyond the last, and the pair of each of their rows: int32."""
+    num_pairs, device = expert_nk.numel(), expert_nk.device
+    starts = torch.empty(num_experts, dtype=torch.int32, device=device)
+    block_expert = torch.empty(blocks, dtype=torch.int32, device=device)
+    pairs = torch.empty(blocks * block_rows, dtype=torch.int32, device=device)
+    if num_pairs <= _ASSIGNED_AT_ONCE:
+        assign_kernel[(1,)](
+            expert_nk, starts, block_expert, pairs, num_pairs, first_expert, num_experts, blocks,
+            BLOCK_P=max(32, next_power_of_2(num_pairs)), BLOCK_E=next_power_of_2(num_experts),
+            BLOCK_B=next_power_of_2(blocks), BLOCK_M=block_rows,
+        )  # fmt: skip
+        return block_expert, pairs
+    counts = torch.zeros_like(starts)
+    places = torch.empty(num_pairs, dtype=torch.int32, device=device)
+    pairs.fill_(-1)
+    grid = (triton.cdiv(num_pairs, _PAIRS_AT_ONCE),)
+    count_kernel[grid](expert_nk, counts, places, num_pairs, first_expert, num_experts, BLOCK=_PAIRS_AT_ONCE)
+    offsets_kernel[(triton.cdiv(blocks, _BLOCKS_AT_ONCE),)](
+        counts, starts, block_expert, num_experts, blocks,
+        BLOCK_E=next_power_of_2(num_experts), BLOCK_M=block_rows, BLOCK=_BLOCKS_AT_ONCE,
+    )  # fmt: skip
+    place_kernel[grid](expert_nk, places, starts, pairs, num_pairs, first_expert, num_experts, BLOCK=_PAIRS_AT_ONCE)
+    return block_expert, pairs

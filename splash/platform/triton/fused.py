@@ -50,12 +50,29 @@ def rotate_kernel(
 
 
 @triton.jit
+def _norm_row(x_ptr, weight_ptr, out_ptr, eps, D, BLOCK_D: tl.constexpr):
+    dtype = x_ptr.dtype.element_ty
+    d_D = tl.arange(0, BLOCK_D)
+    x_D = tl.load(x_ptr + d_D, mask=d_D < D, other=0.0).to(tl.float32)
+    normed_D = (x_D * tl.rsqrt(tl.sum(x_D * x_D) / D + eps)).to(dtype).to(tl.float32)
+    weight_D = tl.load(weight_ptr + d_D, mask=d_D < D, other=0.0).to(tl.float32)
+    tl.store(out_ptr + d_D, (normed_D * weight_D).to(dtype), mask=d_D < D)
+
+
+@triton.jit
 def latent_kernel(
-    kv_ptr, weight_ptr, cos_ptr, sin_ptr, index_ptr, out_ptr, eps, kv_row, slot_stride, key_stride, C, HALF,
-    BLOCK_C: tl.constexpr, BLOCK_HALF: tl.constexpr, PAGE: tl.constexpr,
+    down_ptr, q_weight_ptr, kv_weight_ptr, cos_ptr, sin_ptr, index_ptr, query_ptr, out_ptr, eps, down_row, slot_stride,
+    key_stride, Q, C, HALF, BLOCK_Q: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_HALF: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """[rms_norm of the first C | rotation of the rest] of one row: to row's own place, or (PAGE > 0) into the cache."""
+    """One row of [query | latent | rotary key]: program (row, 1) norms the query, (row, 0) makes what is cached.
+
+    That goes to the row's own place, or (PAGE > 0) into the cache; a negative index stores nothing.
+    """
     row = tl.program_id(0).to(tl.int64)
+    down_ptr += row * down_row
+    if tl.program_id(1) == 1:
+        _norm_row(down_ptr, q_weight_ptr, query_ptr + row * Q, eps, Q, BLOCK_Q)
+        return
     if PAGE > 0:
         index = tl.load(index_ptr + row)
         if index < 0:
@@ -63,18 +80,15 @@ def latent_kernel(
         out_ptr += (index // PAGE).to(tl.int64) * slot_stride + (index % PAGE) * key_stride
     else:
         out_ptr += row * key_stride
-    dtype = kv_ptr.dtype.element_ty
-    c_C, r_R = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_HALF)
-    kv_ptr += row * kv_row
-    x_C = tl.load(kv_ptr + c_C, mask=c_C < C, other=0.0).to(tl.float32)
-    normed_C = (x_C * tl.rsqrt(tl.sum(x_C * x_C) / C + eps)).to(dtype).to(tl.float32)
-    weight_C = tl.load(weight_ptr + c_C, mask=c_C < C, other=0.0).to(tl.float32)
-    tl.store(out_ptr + c_C, (normed_C * weight_C).to(dtype), mask=c_C < C)
+    down_ptr += Q
+    _norm_row(down_ptr, kv_weight_ptr, out_ptr, eps, C, BLOCK_C)
+    dtype = down_ptr.dtype.element_ty
+    r_R = tl.arange(0, BLOCK_HALF)
     mask_R = r_R < HALF
     cos_R = tl.load(cos_ptr + row * HALF + r_R, mask=mask_R, other=0.0)
     sin_R = tl.load(sin_ptr + row * HALF + r_R, mask=mask_R, other=0.0)
-    first_R = tl.load(kv_ptr + C + r_R, mask=mask_R, other=0.0).to(tl.float32)
-    second_R = tl.load(kv_ptr + C + HALF + r_R, mask=mask_R, other=0.0).to(tl.float32)
+    first_R = tl.load(down_ptr + C + r_R, mask=mask_R, other=0.0).to(tl.float32)
+    second_R = tl.load(down_ptr + C + HALF + r_R, mask=mask_R, other=0.0).to(tl.float32)
     tl.store(out_ptr + C + r_R, (first_R * cos_R - second_R * sin_R).to(dtype), mask=mask_R)
     tl.store(out_ptr + C + HALF + r_R, (second_R * cos_R + first_R * sin_R).to(dtype), mask=mask_R)
 
@@ -102,23 +116,3 @@ def silu_and_mul_kernel(x_ptr, out_ptr, x_row, I, BLOCK_I: tl.constexpr):  # noq
     up_I = tl.load(x_ptr + row * x_row + I + i_I, mask=i_I < I, other=0.0).to(tl.float32)
     silu_I = (gate_I / (1.0 + tl.exp(-gate_I))).to(out_ptr.dtype.element_ty).to(tl.float32)
     tl.store(out_ptr + row * I + i_I, silu_I * up_I, mask=i_I < I)
-
-
-@triton.jit
-def merge_kernel(outs_ptr, lses_ptr, out_ptr, lse_ptr, num_pairs, C, T: tl.constexpr, BLOCK_C: tl.constexpr):
-    """One pair (row, head) a program over T parts. An empty part has lse -inf and weighs nothing."""
-    pair = tl.program_id(0).to(tl.int64)
-    c_C = tl.arange(0, BLOCK_C)
-    most = -float("inf")
-    for part in tl.static_range(T):
-        most = tl.maximum(most, tl.load(lses_ptr + part * num_pairs + pair))
-    base = tl.where(most == -float("inf"), 0.0, most)
-    total = 0.0
-    acc_C = tl.zeros([BLOCK_C], dtype=tl.float32)
-    for part in tl.static_range(T):
-        weight = tl.exp(tl.load(lses_ptr + part * num_pairs + pair) - base)
-        out_C = tl.load(outs_ptr + (part * num_pairs + pair) * C + c_C, mask=c_C < C, other=0.0).to(tl.float32)
-        acc_C += tl.where(weight > 0.0, weight * out_C, 0.0)
-        total += weight
-    tl.store(out_ptr + pair * C + c_C, acc_C / tl.where(total == 0.0, 1.0, total), mask=c_C < C)
-    tl.store(lse_ptr + pair, base + tl.log(total))

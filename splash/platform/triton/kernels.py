@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 import triton
 
-from splash.platform.base import Kernels
+from splash.core.spec import MoeSpec
+from splash.platform.kernels import Kernels
 from splash.platform.triton import fused
 from splash.platform.triton.experts import experts
 from splash.platform.triton.launch import Target, Tiles, next_power_of_2, target_of
+from splash.platform.triton.route import route
 
 _ROTATED_HEADS = 16  # heads a program rotates
 
@@ -34,36 +36,43 @@ class TritonKernels(Kernels):
         _norm(_rows(x_nD), _rows(residual_nD), weight_D, out, total, eps, True)
         return out, total
 
-    def rotate(self, x: torch.Tensor, cos_nR: torch.Tensor, sin_nR: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        _rotate(x, cos_nR, sin_nR, out)
-        return out
-
-    def rotate_(self, x_nHR: torch.Tensor, cos_nR: torch.Tensor, sin_nR: torch.Tensor) -> None:
-        """`rotate` in place, of a slice of wider heads for instance."""
-        assert x_nHR.stride(-1) == 1
-        _rotate(x_nHR, cos_nR, sin_nR, x_nHR)
-
     def latent_rows(
-        self, kv_nK: torch.Tensor, weight_C: torch.Tensor, eps: float, cos_nR: torch.Tensor, sin_nR: torch.Tensor
-    ) -> torch.Tensor:
-        """What is cached of [latent | rotary key] rows, [n, C + R]: the latent normed, the key rotated."""
-        out = torch.empty(kv_nK.shape, dtype=kv_nK.dtype, device=kv_nK.device)
-        _latents(kv_nK, weight_C, eps, cos_nR, sin_nR, out, None)
-        return out
+        self,
+        down_nX: torch.Tensor,
+        q_weight_Q: torch.Tensor,
+        kv_weight_C: torch.Tensor,
+        eps: float,
+        cos_nR: torch.Tensor,
+        sin_nR: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out = down_nX.new_empty(len(down_nX), down_nX.shape[1] - len(q_weight_Q))
+        return _latents(down_nX, q_weight_Q, kv_weight_C, eps, cos_nR, sin_nR, out, None), out
 
     def latent_store(
         self,
-        kv_nK: torch.Tensor,
-        weight_C: torch.Tensor,
+        down_nX: torch.Tensor,
+        q_weight_Q: torch.Tensor,
+        kv_weight_C: torch.Tensor,
         eps: float,
         cos_nR: torch.Tensor,
         sin_nR: torch.Tensor,
         pages_SPK: torch.Tensor,
         index_n: torch.Tensor,
-    ) -> None:
-        """`store` of `latent_rows` in one pass; a negative index stores nothing. In place."""
-        _latents(kv_nK, weight_C, eps, cos_nR, sin_nR, pages_SPK, index_n)
+    ) -> torch.Tensor:
+        return _latents(down_nX, q_weight_Q, kv_weight_C, eps, cos_nR, sin_nR, pages_SPK, index_n)
+
+    def rotate(self, x_nHR: torch.Tensor, cos_nR: torch.Tensor, sin_nR: torch.Tensor, out_nHR: torch.Tensor) -> None:
+        if not x_nHR.numel():
+            return
+        assert x_nHR.stride(2) == out_nHR.stride(2) == 1
+        cos_nR, sin_nR = cos_nR.contiguous(), sin_nR.contiguous()
+        num_rows, num_heads, dim = x_nHR.shape
+        block = min(_ROTATED_HEADS, next_power_of_2(num_heads))
+        fused.rotate_kernel[(num_rows, triton.cdiv(num_heads, block))](
+            x_nHR, cos_nR, sin_nR, out_nHR, num_heads,
+            x_nHR.stride(0), x_nHR.stride(1), out_nHR.stride(0), out_nHR.stride(1), dim // 2,
+            BLOCK_HALF=next_power_of_2(dim // 2), BLOCK_H=block,
+        )  # fmt: skip
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         rows = _rows(x)
@@ -87,16 +96,11 @@ class TritonKernels(Kernels):
             BLOCK_K=next_power_of_2(width), PAGE=pages_SPK.shape[1],
         )  # fmt: skip
 
-    def merge(self, outs_TnHC: torch.Tensor, lses_TnH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        parts, *lead, width = outs_TnHC.shape
-        outs_TnHC, lses_TnH = outs_TnHC.contiguous(), lses_TnH.contiguous()
-        out = outs_TnHC.new_empty(*lead, width)
-        lse = torch.empty(*lead, dtype=torch.float32, device=out.device)
-        if lse.numel():
-            fused.merge_kernel[(lse.numel(),)](
-                outs_TnHC, lses_TnH, out, lse, lse.numel(), width, T=parts, BLOCK_C=next_power_of_2(width)
-            )
-        return out, lse
+    def route(
+        self, x_nD: torch.Tensor, router_ED: torch.Tensor, bias_E: torch.Tensor, moe: MoeSpec
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `Kernels.route`; of equal groups or experts the first are chosen, and the best come first."""
+        return route(_rows(x_nD), router_ED, bias_E, moe)
 
     def experts(
         self,
@@ -106,10 +110,11 @@ class TritonKernels(Kernels):
         w13_EID: torch.Tensor,
         w2_EDI: torch.Tensor,
         first_expert: int,
+        beside_nD: torch.Tensor | None = None,
     ) -> torch.Tensor:
         pairs = expert_nk.numel() / max(1, len(w13_EID))
         up, down = expert_tiles(self._target, x_nD.dtype, pairs)
-        return experts(_rows(x_nD), expert_nk, weight_nk, w13_EID, w2_EDI, first_expert, up, down)
+        return experts(_rows(x_nD), expert_nk, weight_nk, w13_EID, w2_EDI, first_expert, beside_nD, up, down)
 
 
 def expert_tiles(target: Target, dtype: torch.dtype, rows_an_expert: float) -> tuple[Tiles, Tiles]:
@@ -156,39 +161,30 @@ def _norm(
         )  # fmt: skip
 
 
-def _rotate(x: torch.Tensor, cos_nR: torch.Tensor, sin_nR: torch.Tensor, out: torch.Tensor) -> None:
-    if not x.numel():
-        return
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    x_nHR, out_nHR = (x, out) if x.dim() == 3 else (x.unsqueeze(1), out.unsqueeze(1))
-    cos_nR, sin_nR = cos_nR.contiguous(), sin_nR.contiguous()
-    num_rows, num_heads, dim = x_nHR.shape
-    block = min(_ROTATED_HEADS, next_power_of_2(num_heads))
-    fused.rotate_kernel[(num_rows, triton.cdiv(num_heads, block))](
-        x_nHR, cos_nR, sin_nR, out_nHR, num_heads,
-        x_nHR.stride(0), x_nHR.stride(1), out_nHR.stride(0), out_nHR.stride(1), dim // 2,
-        BLOCK_HALF=next_power_of_2(dim // 2), BLOCK_H=block,
-    )  # fmt: skip
-
-
 def _latents(
-    kv_nK: torch.Tensor,
-    weight_C: torch.Tensor,
+    down_nX: torch.Tensor,
+    q_weight_Q: torch.Tensor,
+    kv_weight_C: torch.Tensor,
     eps: float,
     cos_nR: torch.Tensor,
     sin_nR: torch.Tensor,
     out: torch.Tensor,
     index_n: torch.Tensor | None,
-) -> None:
-    """To `out` [n, K], or with an index to the cache [S, P, K]."""
-    if not len(kv_nK):
-        return
-    kv_nK = _rows(kv_nK)
+) -> torch.Tensor:
+    """Latents and keys to `out` [n, C + R], or with an index to the cache [S, P, C + R]. Returns the queries [n, Q]."""
+    num_rows = len(down_nX)
+    query_dim, dim, half = len(q_weight_Q), len(kv_weight_C), cos_nR.shape[1]
+    query_nQ = down_nX.new_empty(num_rows, query_dim)
+    if not num_rows:
+        return query_nQ
+    down_nX = _rows(down_nX)
     cos_nR, sin_nR = cos_nR.contiguous(), sin_nR.contiguous()
-    dim, half = weight_C.shape[0], cos_nR.shape[1]
-    assert out.stride(-1) == 1 and kv_nK.shape[1] == dim + 2 * half
+    assert out.stride(-1) == 1 and down_nX.shape[1] == query_dim + dim + 2 * half and out.dtype == down_nX.dtype
     page_size, slot_stride = (0, 0) if index_n is None else (out.shape[1], out.stride(0))
-    fused.latent_kernel[(len(kv_nK),)](
-        kv_nK, weight_C, cos_nR, sin_nR, index_n, out, eps, kv_nK.stride(0), slot_stride, out.stride(-2), dim, half,
-        BLOCK_C=next_power_of_2(dim), BLOCK_HALF=max(1, next_power_of_2(half)), PAGE=page_size,
+    fused.latent_kernel[(num_rows, 2 if query_dim else 1)](
+        down_nX, q_weight_Q, kv_weight_C, cos_nR, sin_nR, index_n, query_nQ, out, eps, down_nX.stride(0), slot_stride,
+        out.stride(-2), query_dim, dim, half,
+        BLOCK_Q=next_power_of_2(query_dim), BLOCK_C=next_power_of_2(dim), BLOCK_HALF=max(1, next_power_of_2(half)),
+        PAGE=page_size,
     )  # fmt: skip
+    return query_nQ

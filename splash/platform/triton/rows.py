@@ -113,13 +113,6 @@ def gather_rows(source_m: torch.Tensor, index_n: torch.Tensor, out_n: torch.Tens
     return out
 
 
-def scatter_rows(source_n: torch.Tensor, index_n: torch.Tensor, out_m: torch.Tensor) -> None:
-    """out[index[i]] = source[i]; nothing where the index is negative. In place."""
-    source_n = _rows_dense(source_n)
-    assert out_m.shape[1:] == source_n.shape[1:] and _rows_dense(out_m) is out_m
-    _copy_rows(source_n, out_m, index_n, 2)
-
-
 def _copy_rows(source: torch.Tensor, target: torch.Tensor, index_n: torch.Tensor, indexed: int) -> None:
     size = source.element_size()
     assert target.dtype == source.dtype
