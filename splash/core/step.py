@@ -2,6 +2,10 @@
 
 A step is one forward of the whole group. Every rank receives the same `StepPlan` and obeys it; rank 0 answers with a
 `StepOutput`. Ranks keep two things a request between steps: its page table, and on rank 0 what its sampler needs.
+
+A step may be sent before the one before it has been answered. Plans are carried out in order on every rank, so it may
+take the pages that the step before was the last to use. The tokens that the step before samples are not known yet: the
+ranks put them in the place of `PENDING_TOKEN`.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import msgspec
 from splash.core.request import SamplingParams, TokenLogprob
 
 NO_SLOT = -1  # in a page's slots: this rank does not hold the page
+PENDING_TOKEN = -1  # in a query's tokens: what the step before samples for this request
 
 
 class NewRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -29,9 +34,10 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True):
 class Query(msgspec.Struct, frozen=True, array_like=True):
     """The rows of one request in a step.
 
-    `tokens` are the token ids at positions start, start + 1, ...; `new_pages` are the pages that the rows are the
-    first to need, in page order, each as T slots (slot on rank r, or NO_SLOT); `sample` asks for a token after the
-    last row, `score` for the log-probability that each row gives to the next token of the prompt.
+    `tokens` are the token ids at positions start, start + 1, ..., the last of them perhaps `PENDING_TOKEN`; `new_pages`
+    are the pages that the rows are the first to need, in page order, each as T slots (slot on rank r, or NO_SLOT);
+    `sample` asks for a token after the last row, `score` for the log-probability that each row gives to the next token
+    of the prompt.
     """
 
     request: int

@@ -50,6 +50,9 @@ class EngineConfig:
         dtype: "float32" or "bfloat16", of weights, activations and cache.
         attention: how attention is computed.
         graphs: record decode steps at the start and replay them, where the hardware can.
+        async_scheduling: plan and send each step while the one before it runs, its tokens staying on the device; None
+            does so where work is queued on a device, which then never waits for the host. On the CPU it gains little,
+            and a request that comes is first computed up to a step later.
         page_size: token positions a page, a power of two.
         max_model_len: longest prompt plus output in tokens; None takes the checkpoint's.
         max_num_seqs: most requests that run at once.
@@ -81,6 +84,7 @@ class EngineConfig:
     dtype: str = "float32"
     attention: AttentionOptions = AttentionOptions()
     graphs: bool = True
+    async_scheduling: bool | None = None
     page_size: int = 64
     max_model_len: int | None = None
     max_num_seqs: int = 256

@@ -104,7 +104,8 @@ class _Live:
 class Engine:
     """Serves requests in one layout on one group of ranks. Not thread-safe: one thread calls everything.
 
-    The step after is planned and sent before the text of the step before is made, so that ranks do not wait for it.
+    The step after is planned and sent before the text of the step before is made, with `async_scheduling` before that
+    step is over, so that ranks do not wait for it.
 
     Attributes:
         loop: serves token ids by request number.
@@ -168,7 +169,8 @@ class Engine:
             config, Limits(geometry, config.max_num_seqs, config.max_batched_tokens, staging_bytes, step_bytes)
         )
         progress(f"starting {self.ranks} ranks")
-        group = LocalGroup(config, str(self._model_path), contents, self._platform, self.ranks, geometry)
+        is_async = self._platform.is_queued if config.async_scheduling is None else config.async_scheduling
+        group = LocalGroup(config, str(self._model_path), contents, self._platform, self.ranks, geometry, is_async)
         self.ready = group.start(self.max_model_len)
         self.loop = Loop(
             scheduler,
@@ -178,6 +180,7 @@ class Engine:
             step_bytes,
             policy,
             restarts=Restarts(config.max_restarts, config.restart_window_s, progress),
+            async_scheduling=is_async,
         )
         self.scheduler, self.switcher = self.loop.scheduler, self.loop.switcher
         self._geometry = geometry
@@ -331,7 +334,7 @@ class Engine:
         return bool(self._aborted) or self.loop.has_work
 
     def step(self) -> list[RequestOutput]:
-        """Finish the step in flight, begin the next one, and return what the finished one brought.
+        """Finish the step in flight, begin the next one before or after, and return what the finished one brought.
 
         Raises:
             WorkerError: the group died once too often; the engine can only be closed.

@@ -26,7 +26,7 @@ COLLECTIVE_SHARE = 0.8  # of the step timeout, so that the rank that waits can s
 
 
 class LocalGroup:
-    """An executor that is a group of rank processes on this host.
+    """An executor that is a group of rank processes on this host. With `async_scheduling` it takes two steps at a time.
 
     Each rank has one end of a socket pair, so a rank learns of the launcher's death, and the launcher of a rank's, as
     end of file. Ranks run in a session of their own: a terminal's Ctrl-C reaches only the launcher.
@@ -40,6 +40,7 @@ class LocalGroup:
         platform: Platform,
         ranks: int,
         geometry: ArenaGeometry,
+        async_scheduling: bool = False,
     ) -> None:
         self._timeout_s = config.step_timeout_s
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -51,13 +52,14 @@ class LocalGroup:
         self._ranks = ranks
         self._geometry = geometry
         self._max_model_len = 0
+        self._async_scheduling = async_scheduling
         self._open()
 
     def _open(self) -> None:
         layers = self._geometry.spec.num_layers
         self._board_fd = ProgressBoard.create(self._ranks)
         self._board = ProgressBoard(self._board_fd, self._ranks)
-        self._num_steps = 0
+        self._num_collected = 0
         self._handle = self._platform.create_group(self._ranks, layers, self._geometry, self._config.attention.backend)
 
     def start(self, max_model_len: int) -> list[Ready]:
@@ -132,6 +134,7 @@ class LocalGroup:
                 graph_rows=config.max_num_seqs if config.graphs else 0,
                 progress_fd=self._board_fd,
                 collective_timeout_s=self._timeout_s * COLLECTIVE_SHARE,
+                async_scheduling=self._async_scheduling,
             )
         )
 
@@ -141,7 +144,6 @@ class LocalGroup:
         return [process.pid for process in self._processes]
 
     def submit(self, run: Run) -> None:
-        self._num_steps += 1
         frame = Channel.encode(run)
         for rank, channel in enumerate(self._channels):
             try:
@@ -152,6 +154,7 @@ class LocalGroup:
     def collect(self) -> Result:
         message = self._next_message(time.monotonic() + self._timeout_s)
         assert isinstance(message, Result)
+        self._num_collected += 1
         return message
 
     def check(self) -> None:
@@ -178,10 +181,11 @@ class LocalGroup:
         raise AssertionError("unreachable")
 
     def _held_up(self) -> WorkerError:
-        behind = self._board.behind(self._num_steps)
+        step = self._num_collected + 1
+        behind = self._board.behind(step)
         who = ", ".join(f"rank {rank}" for rank in behind)
         return WorkerError(
-            f"no progress within {self._timeout_s:g} s: step {self._num_steps} is held up by {who}",
+            f"no progress within {self._timeout_s:g} s: step {step} is held up by {who}",
             behind[0] if len(behind) == 1 else None,
         )
 

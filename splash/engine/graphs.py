@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from splash.layouts.inputs import FixedInputs
 from splash.layouts.rows import NO_QUERY, StepRows
 from splash.model.transformer import Transformer
 from splash.platform.base import Graph, Graphs, Rank
+from splash.platform.host_copies import upload
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -108,10 +109,11 @@ class DecodeGraphs:
         self.seconds = time.monotonic() - started
 
     def _record(self, rows: StepRows) -> _Recorded:
-        inputs = FixedInputs(
-            self._group.device, self._graphs.attention, self._max_pages, self._geometry.page_size, self._dtype
-        )
+        attention, page_size = self._graphs.attention, self._geometry.page_size
+        num_rows = len(rows.tokens_N)
+        inputs = FixedInputs(self._group.device, attention, num_rows, self._max_pages, page_size, self._dtype)
         step = self._transformer.prepare(rows, inputs)
+        inputs.send()
         self._transformer.forward(step)  # kernels are compiled and workspaces made outside of the recording
         graph, logits = self._graphs.capture(lambda: self._transformer.forward(step))
         return _Recorded(inputs, graph, logits)
@@ -146,8 +148,12 @@ class DecodeGraphs:
             sampled=np.arange(total),
         )
 
-    def forward(self, rows: StepRows) -> tuple[bool, Tensor | None]:
+    def forward(self, rows: StepRows, fill: Callable[[Tensor, StepRows], None]) -> tuple[bool, Tensor | None]:
         """Run a step by a graph, where one fits it.
+
+        Args:
+            rows: of the step.
+            fill: puts the tokens that the host does not know into those of the graph's rows.
 
         Returns:
             whether it ran, and what `Transformer.forward` returns, valid until the next step.
@@ -162,9 +168,13 @@ class DecodeGraphs:
             rows = dataclasses.replace(rows, counts_T=(len(rows.tokens_N), *(0,) * (rows.ranks - 1)))
         padded, sampled = rows.padded(counts)
         recorded.inputs.begin()
-        self._transformer.prepare(padded, recorded.inputs)
+        step = self._transformer.prepare(padded, recorded.inputs)
+        recorded.inputs.send()
+        fill(step.tokens, padded)
         recorded.graph.replay()
         self.num_replayed += 1
         if recorded.logits is None:
             return True, None
-        return True, recorded.logits[torch.from_numpy(sampled).to(self._group.device)]
+        if np.array_equal(sampled, np.arange(len(sampled))):
+            return True, recorded.logits[: len(sampled)]
+        return True, recorded.logits[upload(torch.from_numpy(sampled), self._group.device)]

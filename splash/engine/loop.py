@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -20,13 +22,13 @@ from splash.scheduler.scheduler import Scheduler
 
 
 class Executor(Protocol):
-    """Carries out one plan at a time."""
+    """Carries out plans in order."""
 
     def submit(self, run: Run) -> None:
-        """Begin a step. The step before must have been collected."""
+        """Begin a step, or line it up behind the one that runs. The step before that must have been collected."""
 
     def collect(self) -> Result:
-        """Wait for the step that was submitted.
+        """Wait for the first step that has not been collected.
 
         Raises:
             WorkerError: a rank died, failed or hung; the executor can only be restarted or closed after that.
@@ -47,7 +49,11 @@ class Executor(Protocol):
 
 
 class Loop:
-    """Serves numbered requests, at most one step in flight. Not thread-safe: one thread calls everything.
+    """Serves numbered requests. Not thread-safe: one thread calls everything.
+
+    Between calls at most one step is in flight. With `async_scheduling` the next one is planned and sent before `step`
+    waits for it, so that ranks go from step to step without waiting for the host. Where a switch is under way, or a
+    request with a grammar runs, each step is over before the next is planned.
 
     When a rank dies, fails or hangs, all are started anew in the layout that served last, and every live request is
     computed again from its tokens: nobody sees more of it than a pause. A switch under way has failed then.
@@ -61,6 +67,7 @@ class Loop:
         policy: chooses layouts while serving; None keeps the layout.
         clock: the time in seconds, from any origin.
         restarts: how often ranks that died are started anew; None never does.
+        async_scheduling: plan and send each step while the one before it runs.
 
     Attributes:
         restarts: counts the restarts.
@@ -68,7 +75,8 @@ class Loop:
         steering: asks the policy, unless the layout is pinned.
         num_steps: steps that have run.
         begun: requests that the step which `step` began is the first to compute.
-        on_step: called with the layout, the seconds from order to output, and the rows of each step that has run.
+        on_step: called with the layout, the seconds and the rows of each step that has run. Its time is from its order
+            to its output, or from the output before where that came later.
     """
 
     def __init__(
@@ -81,6 +89,7 @@ class Loop:
         policy: Policy | None = None,
         clock: Callable[[], float] = time.monotonic,
         restarts: Restarts | None = None,
+        async_scheduling: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
@@ -91,8 +100,9 @@ class Loop:
         self.begun: list[int] = []
         self.on_step: Callable[[str, float, int], None] = lambda layout, seconds, rows: None
         self._clock = clock
-        self._sent = (0.0, "", 0)  # when the step in flight was sent, its layout and rows
-        self._in_flight = False
+        self._async_scheduling = async_scheduling
+        self._in_flight: deque[tuple[float, str, int]] = deque()  # when each step was sent, its layout and rows
+        self._collected = -math.inf  # when the last step was
 
     @property
     def layout(self) -> str:
@@ -117,34 +127,47 @@ class Loop:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self._in_flight or self.scheduler.has_work or self.switcher.active is not None
+        return bool(self._in_flight) or self.scheduler.has_work or self.switcher.active is not None
 
     def step(self) -> list[Progress]:
-        """Finish the step in flight, begin the next one, and return what the finished one brought.
+        """Finish the step in flight, begin the next one before or after that, and return what the finished one brought.
 
         Raises:
             WorkerError: the group died once too often; the loop can only be closed.
         """
         progress: list[Progress] = []
         try:
+            if self._may_run_ahead():
+                self.scheduler.foresee()
+                self.begin()
             progress = self.finish()
-            self.begin()
+            if not self._in_flight:
+                self.begin()
         except WorkerError as error:
             self._recover(error)
         return progress
 
+    def _may_run_ahead(self) -> bool:
+        """Whether a step is in flight whose outcome nobody has to know before the next: neither a switch, under way or
+        about to begin, nor a grammar, which says what may come after each token."""
+        if not self._async_scheduling or len(self._in_flight) != 1:
+            return False
+        if self.switcher.active is not None or self.steering.wants_switch:
+            return False
+        return all([request.new.params.grammar is None for request in self.scheduler.running])
+
     def finish(self) -> list[Progress]:
-        """The first half of `step`: afterwards no step is in flight."""
+        """Wait for the first step in flight, where there is one."""
         if not self._in_flight:
             return []
         result = self.executor.collect()
-        self._in_flight = False
+        before, self._collected = self._collected, self._clock()
+        sent, layout, rows = self._in_flight.popleft()
         ran = result.switch is None or self.switcher.settle(result.switch)
         if not ran or result.output is None:
             return []
         self.num_steps += 1
-        sent, layout, rows = self._sent
-        self.on_step(layout, self._clock() - sent, rows)
+        self.on_step(layout, self._collected - max(sent, before), rows)
         progress = self.scheduler.apply(result.output)
         for item in progress:
             if item.finish_reason is not None:
@@ -152,15 +175,15 @@ class Loop:
         return progress
 
     def begin(self) -> None:
-        """The second half of `step`."""
+        """Plan the next step and send it, where there is something to do."""
         self.steering.act()
         run = self.switcher.next_run()
         self.begun = [] if run is None else [new.id for new in run.plan.new]
         if run is not None:
             rows = sum([len(query.tokens) for query in run.plan.queries])
-            self._sent = (self._clock(), run.plan.layout, rows)
+            sent = self._clock()
             self.executor.submit(run)
-            self._in_flight = True
+            self._in_flight.append((sent, run.plan.layout, rows))
             self.steering.ask()
 
     def check(self) -> None:
@@ -176,7 +199,7 @@ class Loop:
                 self._recover(error)
 
     def _recover(self, error: WorkerError) -> None:
-        self._in_flight = False
+        self._in_flight.clear()
         self.switcher.lose(f"{error}; the ranks are started anew")
         self.scheduler.start_over()
         self.restarts.run(error, lambda: self.executor.restart(self.layout))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 from typing import Any
@@ -15,7 +16,8 @@ from splash.switch.orders import CopyAhead, SwitchOrder, SwitchOutcome
 class Launch(msgspec.Struct, frozen=True, tag=True):
     """First message to a rank: what to become. `model_config` is the contents of config.json, as JSON.
 
-    `progress_fd` is the group's `ProgressBoard`.
+    `progress_fd` is the group's `ProgressBoard`. With `async_scheduling` a step may come before the one before it has
+    been answered.
     """
 
     rank: int
@@ -33,6 +35,7 @@ class Launch(msgspec.Struct, frozen=True, tag=True):
     graph_rows: int
     progress_fd: int
     collective_timeout_s: float
+    async_scheduling: bool = False
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):
@@ -105,6 +108,10 @@ class Channel:
     def send_encoded(self, frame: bytes) -> None:
         """Send a frame made by `encode`."""
         self._socket.sendall(frame)
+
+    def has_message(self, timeout_s: float) -> bool:
+        """Whether a message, or the end of the peer, comes within so long."""
+        return bool(select.select([self._socket], [], [], timeout_s)[0])
 
     def receive(self) -> Any:
         """Block until a message arrives. Raises EOFError when the peer has closed or died."""

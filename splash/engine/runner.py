@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,8 @@ from splash.core.request import TokenLogprob
 from splash.core.step import NO_SLOT, Query, StepOutput, StepPlan
 from splash.engine.grammar import Grammars
 from splash.engine.graphs import DecodeGraphs
-from splash.engine.sampler import Sampler
+from splash.engine.pending import LastTokens
+from splash.engine.sampler import Sampled, Sampler
 from splash.layouts.inputs import EagerInputs
 from splash.layouts.rows import step_rows
 from splash.layouts.tables import PageTables
@@ -27,6 +28,7 @@ from splash.model.loader import Loader
 from splash.model.rope import RotaryTable
 from splash.model.transformer import Transformer
 from splash.platform.base import Completion, Rank
+from splash.platform.host_copies import upload
 from splash.switch.orders import CopyAhead, SwitchOrder, SwitchOutcome
 from splash.switch.transfer import Handoff, LayerCopies, copy_head_group
 
@@ -34,6 +36,58 @@ if TYPE_CHECKING:
     from splash.engine.tokenizer import Tokenizer
 
 WARM_UP_ROWS = 1024  # most rows of a step before the first
+
+Scores = tuple[int, int, tuple[TokenLogprob, ...]]  # of a prompt: see `StepOutput`
+
+
+class Launched:
+    """A step whose work has been queued on the device, or, where there are no queues, has been done.
+
+    Args:
+        plan: of the step.
+        outcome: of the switch that it committed.
+        sampled: its tokens; None on ranks that do not sample, or where nothing is.
+        failures, scores: see `StepOutput`.
+        has_output: whether this rank answers and the step has run.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        outcome: SwitchOutcome | None,
+        sampled: Sampled | None = None,
+        failures: Sequence[tuple[int, str]] = (),
+        scores: Sequence[Scores] = (),
+        has_output: bool = False,
+    ) -> None:
+        self._plan, self._outcome, self._sampled = plan, outcome, sampled
+        self._failures, self._scores, self._has_output = tuple(failures), tuple(scores), has_output
+
+    def is_done(self) -> bool:
+        """Whether `result` would return at once."""
+        return self._sampled is None or self._sampled.is_done()
+
+    def result(self) -> tuple[StepOutput | None, SwitchOutcome | None]:
+        """Wait for the step.
+
+        Returns:
+            on rank 0 the output, and the outcome of the switch where there is one; elsewhere the output is None. A
+            switch that fails leaves every rank as it was before the step, and there is no output anywhere.
+        """
+        if not self._has_output:
+            return None, self._outcome
+        plan = self._plan
+        tokens, logprobs = ([], []) if self._sampled is None else self._sampled.wait()
+        output = StepOutput(
+            step=plan.step,
+            epoch=plan.epoch,
+            requests=tuple(query.request for query in plan.queries if query.sample),
+            tokens=tuple(tokens),
+            logprobs=tuple(logprobs),
+            failures=self._failures,
+            scores=self._scores,
+        )
+        return output, self._outcome
 
 
 class ModelRunner:
@@ -88,6 +142,7 @@ class ModelRunner:
         self._failed_ahead: int | None = None  # the last switch that this rank failed to copy ahead of
         self._copying: tuple[int, Completion] | None = None  # the switch copied ahead of, and the copies begun last
         self._tables = PageTables(group.size)
+        self._last = LastTokens(group)
         grammars = Grammars(lambda: _tokenizer(model), spec.vocab_size, eos_token_ids)
         self._sampler = Sampler(eos_token_ids, grammars) if group.rank == 0 else None
         self._graphs: DecodeGraphs | None = None
@@ -111,10 +166,12 @@ class ModelRunner:
         layout = parse_layout(plan.layout)
         rows = step_rows(plan, layout, self._group.rank, self._group.size, self._geometry.page_size, tables)
         if self._graphs is not None and arrive is None:
-            ran, logits = self._graphs.forward(rows)
+            ran, logits = self._graphs.forward(rows, self._last.fill)
             if ran:
                 return logits
-        return self._transformer.forward(self._transformer.prepare(rows, self._inputs), arrive)
+        step = self._transformer.prepare(rows, self._inputs)
+        self._last.fill(step.tokens, rows)
+        return self._transformer.forward(step, arrive)
 
     def _warm_up(self, layout: Layout, max_model_len: int) -> None:
         """Run a few rows, and as many as attend in the expanded form, on pages that nobody has yet.
@@ -147,12 +204,11 @@ class ModelRunner:
         return 0.0 if self._graphs is None else self._graphs.seconds
 
     def run(self, plan: StepPlan, order: SwitchOrder | None = None) -> tuple[StepOutput | None, SwitchOutcome | None]:
-        """Carry out `plan`, and commit the switch that comes with it.
+        """`launch` a step and wait for it."""
+        return self.launch(plan, order).result()
 
-        Returns:
-            on rank 0 the output, and the outcome of the switch where there is one; elsewhere the output is None. A
-            switch that fails leaves this rank as it was before the step, and there is no output anywhere.
-        """
+    def launch(self, plan: StepPlan, order: SwitchOrder | None = None) -> Launched:
+        """Carry out `plan`, and commit the switch that comes with it. May be called again before the step is over."""
         outcome = None
         if order is None:
             logits = self.logits(plan)
@@ -160,8 +216,10 @@ class ModelRunner:
             try:
                 logits, outcome = self._hand_off(plan, order)
             except SwitchError as error:
-                return None, SwitchOutcome(str(error), error.rank, error.recoverable)
-        return self._sample(plan, logits), outcome
+                return Launched(plan, SwitchOutcome(str(error), error.rank, error.recoverable))
+        launched, tokens = self._sample(plan, logits, outcome)
+        self._last.remember(plan, tokens)
+        return launched
 
     def _hand_off(self, plan: StepPlan, order: SwitchOrder) -> tuple[torch.Tensor | None, SwitchOutcome]:
         """Run `plan` in the target state of a switch. What this rank keeps changes only once every layer is there."""
@@ -210,32 +268,28 @@ class ModelRunner:
             self._copying[1].wait()
             self._copying = None
 
-    def _sample(self, plan: StepPlan, logits: torch.Tensor | None) -> StepOutput | None:
+    def _sample(
+        self, plan: StepPlan, logits: torch.Tensor | None, outcome: SwitchOutcome | None
+    ) -> tuple[Launched, torch.Tensor | None]:
+        """The step, and the tokens that this rank has chosen in it: None where it does not sample, or nothing is."""
         if self._sampler is None:
-            return None
+            return Launched(plan, outcome), None
         for request in plan.finished:
             self._sampler.remove(request)
         for new in plan.new:
             self._sampler.add(new)
+        if logits is None:
+            return Launched(plan, outcome, has_output=True), None
         sampling = [(query.request, query.start + len(query.tokens)) for query in plan.queries if query.sample]
-        scores: list[tuple[int, int, tuple[TokenLogprob, ...]]] = []
-        if logits is not None and any(query.score for query in plan.queries):
+        scores: list[Scores] = []
+        if any(query.score for query in plan.queries):
             logits, scores = self._score(plan, logits)
-        tokens, logprobs = self._sampler.sample(logits, sampling) if logits is not None else ([], [])
-        failures = self._sampler.failures if logits is not None else ()
-        return StepOutput(
-            step=plan.step,
-            epoch=plan.epoch,
-            requests=tuple(request for request, _ in sampling),
-            tokens=tuple(tokens),
-            logprobs=tuple(logprobs),
-            failures=tuple(failures),
-            scores=tuple(scores),
-        )
+        if not sampling:
+            return Launched(plan, outcome, scores=scores, has_output=True), None
+        sampled = self._sampler.sample(logits, sampling)
+        return Launched(plan, outcome, sampled, self._sampler.failures, scores, True), sampled.tokens_n
 
-    def _score(
-        self, plan: StepPlan, logits: torch.Tensor
-    ) -> tuple[torch.Tensor, list[tuple[int, int, tuple[TokenLogprob, ...]]]]:
+    def _score(self, plan: StepPlan, logits: torch.Tensor) -> tuple[torch.Tensor, list[Scores]]:
         """Score what is to be scored; the logits of the rows to sample after, and the scores."""
         assert self._sampler is not None
         scores = []
@@ -249,7 +303,7 @@ class ModelRunner:
             row += count
             if query.sample:
                 last_rows.append(row - 1)
-        return logits[torch.tensor(last_rows, dtype=torch.int64, device=logits.device)], scores
+        return logits[upload(torch.tensor(last_rows, dtype=torch.int64), logits.device)], scores
 
     def prepare(self) -> None:
         """What can be done for the next step before it is known."""

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from splash.core.request import SamplingParams, TokenLogprob
 from splash.core.step import NewRequest
 from splash.engine.grammar import Constraint, GrammarFailed, Grammars, allowed_tokens
+from splash.platform.host_copies import Download, upload
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
@@ -48,6 +50,41 @@ class _State:
     @property
     def params(self) -> SamplingParams:
         return self.new.params
+
+
+class Sampled:
+    """Tokens that have been chosen, on the device and on their way to the host.
+
+    Args:
+        tokens_n: int64 [n].
+        wanted: (row, how many of the likeliest tokens) of each row that wants log-probabilities.
+        logprobs: of these rows, where there are any.
+
+    Attributes:
+        tokens_n: as given.
+    """
+
+    def __init__(
+        self, tokens_n: torch.Tensor, wanted: Sequence[tuple[int, int]] = (), logprobs: Sequence[torch.Tensor] = ()
+    ) -> None:
+        self.tokens_n = tokens_n
+        self._wanted = wanted
+        self._download = Download(tokens_n, *logprobs)
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._download.is_done()
+
+    def wait(self) -> tuple[list[int], list[TokenLogprob | None]]:
+        """The tokens, and of rows that want it the log-probability under the softmax of the logits as they came."""
+        tokens_n, *parts = self._download.wait()
+        tokens = tokens_n.tolist()
+        logprobs: list[TokenLogprob | None] = [None] * len(tokens)
+        if parts:
+            rows, nums = zip(*self._wanted, strict=True)
+            for row, entry in zip(rows, _entries([tokens[row] for row in rows], nums, parts), strict=True):
+                logprobs[row] = entry
+        return tokens, logprobs
 
 
 class Sampler:
@@ -92,37 +129,44 @@ class Sampler:
         if state.row is not None:
             self._penalties.remove(state.row)
 
-    def sample(
-        self, logits_nV: torch.Tensor, queries: Sequence[tuple[int, int]]
-    ) -> tuple[list[int], list[TokenLogprob | None]]:
+    def sample(self, logits_nV: torch.Tensor, queries: Sequence[tuple[int, int]]) -> Sampled:
         """Choose one token a row, and record it as the request's next output.
 
-        Args:
-            logits_nV: [n, V] float32 on any device, left as they are.
-            queries: (request, position of the row) of each row. A request has at most one row.
+        Waits for the device only where a request has a grammar, or where a `top_p` below 1 has to.
 
-        Returns:
-            Tokens, and for requests that want it the log-probability under the softmax of the logits as they came.
+        Args:
+            logits_nV: [n, V] float32 on any device, left as they are. May be overwritten by what is queued after this.
+            queries: (request, position of the row) of each row. A request has at most one row.
         """
         assert logits_nV.shape[0] == len(queries)
         states = [self._states[id] for id, _ in queries]
         self.failures = []
-        logprobs: list[TokenLogprob | None] = [None] * len(queries)
-        if not states:
-            return [], logprobs
         if all(state.is_plain and state.num_outputs >= state.params.min_tokens for state in states):
-            tokens = logits_nV.argmax(dim=-1).tolist()
+            sampled = Sampled(logits_nV.argmax(dim=-1))
         else:
-            positions = [position for _, position in queries]
-            tokens = self._choose(self._adjust(logits_nV, queries), states, positions)
-            _fill_logprobs(logprobs, logits_nV, states, tokens)
-            self._penalties.record([(s.row, t) for s, t in zip(states, tokens, strict=True) if s.row is not None])
-            for (id, _), token in zip(queries, tokens, strict=True):
-                if id in self._constraints:
-                    self._constraints[id].accept(token)
+            sampled = self._sample(logits_nV, queries, states)
         for state in states:
             state.num_outputs += 1
-        return tokens, logprobs
+        return sampled
+
+    def _sample(self, logits_nV: torch.Tensor, queries: Sequence[tuple[int, int]], states: Sequence[_State]) -> Sampled:
+        tokens_n = self._choose(self._adjust(logits_nV, queries), states, [position for _, position in queries])
+        penalised = [(row, state.row) for row, state in enumerate(states) if state.row is not None]
+        if penalised:
+            rows, table_rows = zip(*penalised, strict=True)
+            self._penalties.record(table_rows, tokens_n[_on_device(rows, tokens_n.device)])
+        wanted = [(row, state.params.logprobs) for row, state in enumerate(states) if state.params.logprobs is not None]
+        logprobs: Sequence[torch.Tensor] = ()
+        if wanted:
+            rows_m = _on_device([row for row, _ in wanted], tokens_n.device)
+            logprobs = _logprobs(logits_nV[rows_m], tokens_n[rows_m], max(num for _, num in wanted))
+        sampled = Sampled(tokens_n, wanted, logprobs)
+        constraints = [(row, self._constraints[id]) for row, (id, _) in enumerate(queries) if id in self._constraints]
+        if constraints:
+            tokens, _ = sampled.wait()
+            for row, constraint in constraints:
+                constraint.accept(tokens[row])
+        return sampled
 
     def score(self, logits_nV: torch.Tensor, id: int, position: int) -> tuple[TokenLogprob, ...]:
         """Log-probabilities of a request's prompt from `position` on, whose logits are the first row.
@@ -134,7 +178,9 @@ class Sampler:
         if not tokens:
             return ()
         assert state.params.prompt_logprobs is not None
-        return tuple(_token_logprobs(logits_nV[: len(tokens)], tokens, [state.params.prompt_logprobs] * len(tokens)))
+        num = state.params.prompt_logprobs
+        parts = _logprobs(logits_nV[: len(tokens)], _on_device(tokens, logits_nV.device), num)
+        return tuple(_entries(tokens, [num] * len(tokens), Download(*parts).wait()))
 
     def prepare(self) -> None:
         """Work out, in the time until the next step, which tokens grammars allow then. Need not be called."""
@@ -168,19 +214,19 @@ class Sampler:
             for state in users:
                 if state.row is None:
                     state.row = self._penalties.add(state.new, logits_nV.shape[1], device)
-            rows_m = torch.tensor(penalised, device=device)
+            rows_m = _on_device(penalised, device)
             logits_nV[rows_m] = self._penalties.apply(logits_nV[rows_m], users)
         if biased:
             rows, tokens, biases = zip(*biased, strict=True)
-            logits_nV[torch.tensor(rows, device=device), torch.tensor(tokens, device=device)] += torch.tensor(
-                biases, dtype=logits_nV.dtype, device=device
+            logits_nV[_on_device(rows, device), _on_device(tokens, device)] += _on_device(
+                biases, device, logits_nV.dtype
             )
         if banned:
-            rows_b, tokens_b = torch.tensor(banned, device=device).unbind(1)
+            rows_b, tokens_b = _on_device(banned, device).unbind(1)
             logits_nV[rows_b, tokens_b] = -torch.inf
         if masks:
-            rows_m = torch.tensor(list(masks), device=device)
-            allowed_mV = allowed_tokens(torch.stack(list(masks.values())).to(device), logits_nV.shape[1])
+            rows_m = _on_device(list(masks), device)
+            allowed_mV = allowed_tokens(upload(torch.stack(list(masks.values())), device), logits_nV.shape[1])
             logits_nV[rows_m] = logits_nV[rows_m].masked_fill(~allowed_mV, -torch.inf)
         return logits_nV
 
@@ -198,15 +244,15 @@ class Sampler:
                         self._grammars.forget(grammar)
         return masks
 
-    def _choose(self, logits_nV: torch.Tensor, states: Sequence[_State], positions: Sequence[int]) -> list[int]:
+    def _choose(self, logits_nV: torch.Tensor, states: Sequence[_State], positions: Sequence[int]) -> torch.Tensor:
         tokens_n = logits_nV.argmax(dim=-1)
         drawn = [row for row, state in enumerate(states) if state.params.temperature > 0]
         if drawn:
-            rows_m = torch.tensor(drawn, device=logits_nV.device)
+            rows_m = _on_device(drawn, logits_nV.device)
             scores_mV = _filter(logits_nV[rows_m], [states[row].params for row in drawn])
             uniforms = [uniform(states[row].new.seed, positions[row]) for row in drawn]
             tokens_n[rows_m] = _inverse_cdf(scores_mV, uniforms)
-        return tokens_n.tolist()
+        return tokens_n
 
 
 class _PenaltyTables:
@@ -230,33 +276,36 @@ class _PenaltyTables:
             self._free.extend(reversed(range(num_rows, num_rows + grown)))
         row = self._free.pop()
         self._prompt_rV[row] = False
-        self._prompt_rV[row, torch.tensor(new.prompt, device=device)] = True
-        output = torch.tensor(new.output, dtype=torch.int64, device=device)
-        self._counts_rV[row] = output.bincount(minlength=vocab_size)
+        self._prompt_rV[row, _on_device(new.prompt, device)] = True
+        output = torch.tensor(new.output, dtype=torch.int64)
+        self._counts_rV[row] = upload(output.bincount(minlength=vocab_size), device)
         return row
 
     def remove(self, row: int) -> None:
         """Give a row back."""
         self._free.append(row)
 
-    def record(self, outputs: Sequence[tuple[int, int]]) -> None:
-        """Count output tokens: (row, token), each row at most once."""
-        if outputs and self._counts_rV is not None:
-            rows, tokens = torch.tensor(outputs, device=self._counts_rV.device).unbind(1)
-            self._counts_rV[rows, tokens] += 1
+    def record(self, rows: Sequence[int], tokens_m: torch.Tensor) -> None:
+        """Count an output token of each of `rows`, each at most once."""
+        assert self._counts_rV is not None
+        self._counts_rV[_on_device(rows, tokens_m.device), tokens_m] += 1
 
     def apply(self, logits_mV: torch.Tensor, states: Sequence[_State]) -> torch.Tensor:
         """Repetition over prompt and output (CTRL), then frequency and presence over output (OpenAI)."""
         assert self._prompt_rV is not None and self._counts_rV is not None
         device = logits_mV.device
-        rows_m = torch.tensor([state.row for state in states], device=device)
+        rows_m = _on_device([state.row for state in states], device)
         values = [(s.params.repetition_penalty, s.params.frequency_penalty, s.params.presence_penalty) for s in states]
-        repetition, frequency, presence = torch.tensor(values, device=device).unsqueeze(2).unbind(1)
+        repetition, frequency, presence = _on_device(values, device, torch.float32).unsqueeze(2).unbind(1)
         counts_mV = self._counts_rV[rows_m]
         in_output_mV = counts_mV > 0
         seen_mV = self._prompt_rV[rows_m] | in_output_mV
         repeated_mV = torch.where(logits_mV > 0, logits_mV / repetition, logits_mV * repetition)
         return torch.where(seen_mV, repeated_mV, logits_mV) - frequency * counts_mV - presence * in_output_mV
+
+
+def _on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return upload(torch.tensor(values, dtype=dtype), device)
 
 
 def _has_penalties(params: SamplingParams) -> bool:
@@ -271,23 +320,23 @@ def _filter(logits_mV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.
     """(logits - maximum) / temperature, and -inf for what min_p, top_k and top_p drop, which is never the maximum."""
     device = logits_mV.device
     # Less the maximum first, the likeliest score is 0 at any temperature that float32 can tell from 0.
-    temperature = torch.tensor([max(p.temperature, 1e-30) for p in params], device=device).unsqueeze(1)
+    temperature = _on_device([max(p.temperature, 1e-30) for p in params], device, torch.float32).unsqueeze(1)
     scores_mV = (logits_mV - logits_mV.amax(dim=-1, keepdim=True)) / temperature
     if any(p.min_p > 0 for p in params):
-        floor = torch.tensor([p.min_p for p in params], device=device).log().unsqueeze(1)
+        floor = _on_device([p.min_p for p in params], device, torch.float32).log().unsqueeze(1)
         scores_mV = scores_mV.masked_fill(scores_mV < floor, -torch.inf)
     vocab_size = logits_mV.shape[1]
     limited = [row for row, p in enumerate(params) if 0 < p.top_k < vocab_size]
     if limited:
-        rows = torch.tensor(limited, device=device)
-        ks = torch.tensor([params[row].top_k for row in limited], device=device).unsqueeze(1)
+        rows, most = _on_device(limited, device), max(params[row].top_k for row in limited)
+        ks = _on_device([params[row].top_k for row in limited], device).unsqueeze(1)
         some_mV = scores_mV[rows]
-        highest = some_mV.topk(int(ks.max()), dim=-1).values
+        highest = some_mV.topk(most, dim=-1).values
         scores_mV[rows] = some_mV.masked_fill(some_mV < highest.gather(1, ks - 1), -torch.inf)
     nucleus = [row for row, p in enumerate(params) if p.top_p < 1]
     if nucleus:
-        rows = torch.tensor(nucleus, device=device)
-        top_p = torch.tensor([params[row].top_p for row in nucleus], dtype=torch.float64, device=device).unsqueeze(1)
+        rows = _on_device(nucleus, device)
+        top_p = _on_device([params[row].top_p for row in nucleus], device, torch.float64).unsqueeze(1)
         some_mV = scores_mV[rows]
         scores_mV[rows] = some_mV.masked_fill(some_mV < _nucleus_floor(some_mV, top_p), -torch.inf)
     return scores_mV
@@ -315,7 +364,7 @@ def _inverse_cdf(scores_mV: torch.Tensor, uniforms: Sequence[float]) -> torch.Te
     """
     cumulative_mV = scores_mV.double().exp().cumsum(dim=-1)
     total_m1 = cumulative_mV[:, -1:]
-    uniforms_m1 = torch.tensor(uniforms, dtype=torch.float64, device=scores_mV.device).unsqueeze(1)
+    uniforms_m1 = _on_device(uniforms, scores_mV.device, torch.float64).unsqueeze(1)
     # Rounding could carry the product to the total itself, which no token passes.
     targets_m1 = torch.minimum(uniforms_m1 * total_m1, torch.nextafter(total_m1, torch.zeros_like(total_m1)))
     tokens_m = torch.searchsorted(cumulative_mV, targets_m1, right=True).squeeze(1)
@@ -323,25 +372,16 @@ def _inverse_cdf(scores_mV: torch.Tensor, uniforms: Sequence[float]) -> torch.Te
     return tokens_m.clamp(max=scores_mV.shape[1] - 1)
 
 
-def _fill_logprobs(
-    logprobs: list[TokenLogprob | None], logits_nV: torch.Tensor, states: Sequence[_State], tokens: Sequence[int]
-) -> None:
-    """Enter the log-probabilities of the rows that want them, all in one pass."""
-    wanted = [(row, state.params.logprobs) for row, state in enumerate(states) if state.params.logprobs is not None]
-    if not wanted:
-        return
-    rows = torch.tensor([row for row, _ in wanted], device=logits_nV.device)
-    found = _token_logprobs(logits_nV[rows], [tokens[row] for row, _ in wanted], [num for _, num in wanted])
-    for (row, _), entry in zip(wanted, found, strict=True):
-        logprobs[row] = entry
-
-
-def _token_logprobs(logits_mV: torch.Tensor, tokens: Sequence[int], nums: Sequence[int]) -> list[TokenLogprob]:
-    """Of each row the log-probability of a token, and of so many of the likeliest ones."""
+def _logprobs(logits_mV: torch.Tensor, tokens_m: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
+    """Of each row the log-probability of a token [m], and those [m, k] of the likeliest tokens, and these [m, k]."""
     logprobs_mV = logits_mV.log_softmax(dim=-1)
-    chosen = logprobs_mV.gather(1, torch.tensor(tokens, device=logits_mV.device).unsqueeze(1)).squeeze(1).tolist()
-    top = logprobs_mV.topk(min(max(nums), logits_mV.shape[1]), dim=-1)
-    values, indices = top.values.tolist(), top.indices.tolist()
+    chosen_m = logprobs_mV.gather(1, tokens_m.unsqueeze(1)).squeeze(1)
+    return (chosen_m, *logprobs_mV.topk(min(most, logits_mV.shape[1]), dim=-1))
+
+
+def _entries(tokens: Sequence[int], nums: Sequence[int], parts: Sequence[torch.Tensor]) -> list[TokenLogprob]:
+    """What `_logprobs` gave for `tokens`, of each as many likely ones as it wants."""
+    chosen, values, indices = (part.tolist() for part in parts)
     return [
         TokenLogprob(token, chosen[row], tuple(zip(indices[row][:num], values[row][:num], strict=True)))
         for row, (token, num) in enumerate(zip(tokens, nums, strict=True))

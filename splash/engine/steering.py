@@ -62,9 +62,14 @@ class Steering:
         self.pinned = False
 
     @property
+    def wants_switch(self) -> bool:
+        """Whether a switch will begin with the next plan."""
+        return self._wanted is not None
+
+    @property
     def next_s(self) -> float:
         """The time from which there is something to do here: to ask the policy, or to begin what it wants."""
-        if self._wanted is not None:
+        if self.wants_switch:
             return -math.inf
         return math.inf if self.pinned else self._policy.due_s
 

@@ -12,11 +12,18 @@ import signal
 import socket
 import sys
 import traceback
+from collections import deque
+from typing import TYPE_CHECKING
 
 from splash.core.errors import SplashError, WorkerError
 from splash.engine.messages import Channel, Failure, Launch, Ready, Result, Run, ToRank
 
+if TYPE_CHECKING:
+    from splash.engine.progress import ProgressBoard
+    from splash.engine.runner import Launched, ModelRunner
+
 PR_SET_PDEATHSIG = 1
+POLL_S = 50e-6  # how often the device is asked for a step's end while the next step may come
 
 
 def die_with_parent() -> None:
@@ -88,20 +95,46 @@ def _run(channel: Channel, launch: Launch) -> None:
             )
         )
         board = ProgressBoard(launch.progress_fd, launch.ranks)
-        while True:
-            message = channel.receive()
-            assert isinstance(message, Run)
-            board.receive(launch.rank)
-            runner.settle_copies(message.ahead)
-            output, switch = runner.run(message.plan, message.switch)
-            board.finish(launch.rank)
-            if launch.rank == 0:
-                channel.send(Result(output, switch))
-                runner.prepare()
-            if message.ahead is not None:
-                runner.copy_ahead(message.ahead)
+        _obey(channel, runner, board, launch.rank, 2 if launch.async_scheduling else 1)
     finally:
         group.close()
+
+
+def _obey(channel: Channel, runner: ModelRunner, board: ProgressBoard, rank: int, most: int) -> None:
+    """Launch steps as they come, on rank 0 at most so many before the first of them has been answered."""
+    launched: deque[Launched] = deque()
+
+    def answer() -> None:
+        output, switch = launched.popleft().result()
+        board.finish(rank)
+        channel.send(Result(output, switch))
+        runner.prepare()
+
+    while True:
+        if launched and (len(launched) == most or not _comes_before(channel, launched[0])):
+            answer()
+            continue
+        message = channel.receive()
+        assert isinstance(message, Run)
+        board.receive(rank)
+        runner.settle_copies(message.ahead)
+        step = runner.launch(message.plan, message.switch)
+        if rank == 0:
+            launched.append(step)
+        else:
+            board.finish(rank)
+        if message.ahead is not None:
+            while launched:
+                answer()
+            runner.copy_ahead(message.ahead)
+
+
+def _comes_before(channel: Channel, step: Launched) -> bool:
+    """Whether a message comes before a step is over."""
+    while not step.is_done():
+        if channel.has_message(POLL_S):
+            return True
+    return False
 
 
 def main() -> None:

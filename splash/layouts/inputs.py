@@ -13,6 +13,10 @@ import torch
 from torch import Tensor
 
 from splash.platform.base import AttentionBatch, AttentionBuffers, CapturableAttention
+from splash.platform.host_copies import Staging, upload
+
+MAX_ARRAYS = 16  # that a recorded step uploads, beside the plans of its batches
+_ALIGNMENT = 16  # elements: kernels read what is aligned faster
 
 
 class StepInputs(ABC):
@@ -34,49 +38,62 @@ class EagerInputs(StepInputs):
         self._device = device
 
     def upload(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return upload(torch.from_numpy(array), self._device)
 
     def attends(self, batch: AttentionBatch, num_heads: int) -> None:
         """Backends plan when they first see a batch."""
 
 
 class FixedInputs(StepInputs):
-    """Tensors that the first step makes and later steps fill, in the order of the first.
-
-    A step may begin only once the uploads of the step before have ended.
+    """Tensors that the first step makes and later steps fill, in the order of the first, all of them with one copy.
 
     Args:
         device: the rank's.
         attention: makes the plans of batches.
+        max_rows: most elements of an array.
         max_pages: most pages of a batch.
         page_size: token positions a page.
         dtype: of queries.
     """
 
     def __init__(
-        self, device: torch.device, attention: CapturableAttention, max_pages: int, page_size: int, dtype: torch.dtype
+        self,
+        device: torch.device,
+        attention: CapturableAttention,
+        max_rows: int,
+        max_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
     ) -> None:
-        self._device = device
         self._attention = attention
         self._max_pages, self._page_size, self._dtype = max_pages, page_size, dtype
-        self._tensors: list[tuple[Tensor, Tensor]] = []  # pinned on the host, and on the device
+        self._pitch = -(-max_rows // _ALIGNMENT) * _ALIGNMENT
+        self._all = torch.zeros(MAX_ARRAYS * self._pitch, dtype=torch.int64, device=device)
+        self._staging = Staging(self._all)
+        self._tensors: list[Tensor] = []
         self._batches: list[AttentionBuffers] = []
-        self._next_tensor = self._next_batch = 0
+        self.begin()
 
     def begin(self) -> None:
         """Start over for the next step."""
+        self._host = self._staging.next().numpy()
         self._next_tensor = self._next_batch = 0
 
     def upload(self, array: np.ndarray) -> Tensor:
-        source = torch.from_numpy(array)
+        """Where the array, of int64, will be once it has been sent."""
+        start = self._next_tensor * self._pitch
         if self._next_tensor == len(self._tensors):
-            pinned = torch.empty(source.shape, dtype=source.dtype, pin_memory=self._device.type == "cuda")
-            self._tensors.append((pinned, torch.empty_like(source, device=self._device)))
-        host, device = self._tensors[self._next_tensor]
-        assert host.shape == source.shape and host.dtype == source.dtype, "a step of another kind"
+            assert len(array) <= self._pitch and self._next_tensor < MAX_ARRAYS, "more than a step has"
+            self._tensors.append(self._all[start : start + len(array)])
+        device = self._tensors[self._next_tensor]
+        assert array.dtype == np.int64 and array.shape == device.shape, "a step of another kind"
+        self._host[start : start + len(array)] = array
         self._next_tensor += 1
-        host.copy_(source)
-        return device.copy_(host, non_blocking=True)
+        return device
+
+    def send(self) -> None:
+        """Queue the copy of what has been uploaded. Waits only for that of the step before the last."""
+        self._staging.send(self._next_tensor * self._pitch)
 
     def attends(self, batch: AttentionBatch, num_heads: int) -> None:
         if self._next_batch == len(self._batches):

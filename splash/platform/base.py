@@ -329,9 +329,15 @@ class Rank:
 
 
 class Platform(ABC):
-    """One kind of hardware. Constructing it is free of side effects and of heavy imports."""
+    """One kind of hardware. Constructing it is free of side effects and of heavy imports.
+
+    Attributes:
+        name: what it is called in configurations.
+        is_queued: work is queued on a device: a rank's host goes on while it runs, and what it queues next is in order.
+    """
 
     name: str
+    is_queued: bool
 
     @abstractmethod
     def availability(self) -> Availability:

@@ -165,6 +165,22 @@ def holds_any(held: HeldPages, ranks: Sequence[int]) -> bool:
     return any(held.counts[rank] for rank in ranks)
 
 
+def check_request(prompt: Sequence[int], priority: int, max_model_len: int) -> None:
+    """Refuse a request that no server of this model could take.
+
+    Raises:
+        RequestError: naming the parameter that is out of range.
+    """
+    if not prompt:
+        raise RequestError("prompt", "must have at least 1 token")
+    if len(prompt) + 1 > max_model_len:
+        raise RequestError(
+            "prompt", f"has {len(prompt)} tokens; the model's length of {max_model_len} accepts {max_model_len - 1}"
+        )
+    if not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
+        raise RequestError("priority", f"must be a 64-bit integer, not {priority!r}")
+
+
 def check_capacity(request: Request, pool: PrefixCache, page_size: int) -> None:
     """Refuse a request that would never fit, even alone.
 

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from splash.core.step import Query
+from splash.core.step import Query, StepPlan
 from splash.scheduler.chunks import Batch
 from splash.scheduler.request import Request
 
 Filling = tuple[Request, int, int]  # fills pages first .. end - 1
+
+
+@dataclass(slots=True)
+class PlannedStep:
+    """A step in flight.
+
+    Attributes:
+        plan: what the ranks do.
+        filling: who fills which pages.
+        is_foreseen: whether all that it changes but the values of tokens has been taken in.
+    """
+
+    plan: StepPlan
+    filling: list[Filling]
+    is_foreseen: bool = False
 
 
 def make_queries(

@@ -64,8 +64,8 @@ class Request:
         new: what the ranks are told when they first hear of it; ranks that are started anew hear of it anew.
         num_prompt: tokens in the prompt.
         max_tokens: most tokens to generate, clipped to the model's length.
-        tokens: prompt and output so far.
-        num_computed: positions whose keys are cached, or will be by the step in flight.
+        tokens: prompt and output so far, the last of it perhaps `PENDING_TOKEN` while a step after it is planned.
+        num_computed: positions whose keys are cached, or will be by the steps in flight.
         held: its pages, for all of `tokens` as of its admission and those since; None while it waits.
         announced: whether the ranks have heard of it.
         keys: what its first pages are known by in the cache, as far as that was asked for.
@@ -112,6 +112,11 @@ class Request:
         """Positions cached if it runs to its end. The last token is returned, not computed on."""
         return self.num_prompt + self.max_tokens - 1
 
+    @property
+    def has_all_tokens(self) -> bool:
+        """Whether it has as many output tokens as it may."""
+        return len(self.tokens) - self.num_prompt >= self.max_tokens
+
     def progress(
         self, logprob: TokenLogprob | None, finish_reason: str | None, stop_reason: int | str | None
     ) -> Progress:
@@ -132,4 +137,4 @@ class Request:
                 return "stop", None
             if token in params.stop_token_ids:
                 return "stop", token
-        return ("length", None) if num_outputs >= self.max_tokens else (None, None)
+        return ("length", None) if self.has_all_tokens else (None, None)

@@ -22,21 +22,21 @@ waiting: that is what priorities ask for.
 from __future__ import annotations
 
 from bisect import insort
+from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 
 from msgspec import structs
 
-from splash.core.errors import RequestError
 from splash.core.pages import HeldPages
 from splash.core.request import SamplingParams
-from splash.core.step import NewRequest, Query, StepOutput, StepPlan
-from splash.scheduler.admission import Admission, Place, check_capacity, holds_any, is_stuck
+from splash.core.step import PENDING_TOKEN, NewRequest, Query, StepOutput, StepPlan
+from splash.scheduler.admission import Admission, Place, check_capacity, check_request, holds_any, is_stuck
 from splash.scheduler.chunks import Batch, Prompt
 from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.prefix_cache import Keys, PrefixCache, extend_keys
-from splash.scheduler.queries import Filling, make_queries
+from splash.scheduler.queries import Filling, PlannedStep, make_queries
 from splash.scheduler.queue import WaitingQueue
 from splash.scheduler.request import Progress, Rebase, Request
 
@@ -46,7 +46,8 @@ _by_order = attrgetter("order")
 
 
 class Scheduler:
-    """Decides what each step computes. At most one step is in flight: `schedule` and `apply` alternate.
+    """Decides what each step computes. `schedule` and `apply` alternate, with one step in flight; or, to plan each step
+    while the one before it runs: `schedule`, and then over and over `foresee`, `schedule`, `apply`, with two.
 
     Args:
         config: limits.
@@ -74,10 +75,10 @@ class Scheduler:
         self._running: list[Request] = []  # in order of service
         self._tokens = [0] * pool.ranks  # of running requests, by owner
         self._owned = [0] * pool.ranks  # running requests, by owner
-        self._in_flight: StepPlan | None = None
-        self._filling: list[Filling] = []  # in the step in flight
+        self._in_flight: deque[PlannedStep] = deque()
         self._pool_before: PrefixCache | None = None  # what `retract` would go back to
         self._aborted_in_flight: list[Request] = []
+        self._ending: list[Request] = []  # get their last token by the step that has been foreseen, and hold no pages
         self._released: list[int] = []  # for the next plan, as the following one
         self._finished: list[int] = []
         self.holds_admission = False
@@ -95,7 +96,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Live requests that hold none: new ones, and preempted ones."""
-        return len(self._requests) - self.num_running
+        return len(self._requests) - self.num_running - len(self._ending)
 
     @property
     def running(self) -> tuple[Request, ...]:
@@ -124,16 +125,8 @@ class Scheduler:
         """
         assert id not in self._requests, f"request {id} is live"
         prompt = tuple(prompt)
-        max_model_len = self.config.max_model_len
-        if not prompt:
-            raise RequestError("prompt", "must have at least 1 token")
-        if len(prompt) + 1 > max_model_len:
-            raise RequestError(
-                "prompt", f"has {len(prompt)} tokens; the model's length of {max_model_len} accepts {max_model_len - 1}"
-            )
-        if not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
-            raise RequestError("priority", f"must be a 64-bit integer, not {priority!r}")
-        max_tokens = min(params.max_tokens, max_model_len - len(prompt))
+        check_request(prompt, priority, self.config.max_model_len)
+        max_tokens = min(params.max_tokens, self.config.max_model_len - len(prompt))
         new = NewRequest(id, prompt, params, seed)
         request = Request(id, priority, self._num_arrived, new, len(prompt), max_tokens, list(prompt), keys=list(keys))
         for pool in (self.pool, self._pool_before):  # the step in flight may be retracted
@@ -153,37 +146,34 @@ class Scheduler:
             return
         request.live = False
         if request.held is None:
-            if request.announced:
+            if request.announced and request not in self._ending:
                 self._finished.append(id)
-        elif self._in_flight is not None:
+        elif self._in_flight:
             self._aborted_in_flight.append(request)
         else:
-            self._retire(request)
-            self._running.remove(request)
+            self._retire_all([request])
 
     def schedule(self) -> StepPlan | None:
-        """Plan the next step; None where no request is live. Releases then wait for the plan after."""
-        assert self._in_flight is None, "a step is in flight"
+        """Plan the next step; None where nobody has anything to compute. Releases then wait for the plan after."""
+        assert not self._in_flight or [step.is_foreseen for step in self._in_flight] == [True], "a step is in flight"
         batch = self._admit_waiting(self._grow_decoding())
         if not self._running:
             unused = self.pool.num_free == self.pool.num_total  # a switch under way may hold pages of its own
-            assert not self._requests or self.holds_admission or not unused, (
+            assert not self.num_waiting or self.holds_admission or not unused, (
                 "a request waits for pages that nobody holds"
             )
             return None
         new = [request.new for request in sorted(batch.new, key=_by_order) if not request.announced]
         for request in batch.new:
             request.announced = True
-        queries, self._filling = make_queries(self._running, batch, self.pool.ranks, self.config.page_size)
-        return self._plan(queries, new)
+        return self._plan(*make_queries(self._running, batch, self.pool.ranks, self.config.page_size), new)
 
     def schedule_empty(self) -> StepPlan:
         """Plan a step without rows, for what it carries beside them."""
-        assert self._in_flight is None, "a step is in flight"
-        self._filling = []
-        return self._plan([], [])
+        assert not self._in_flight, "a step is in flight"
+        return self._plan([], [], [])
 
-    def _plan(self, rows: list[list[Query]], new: list[NewRequest]) -> StepPlan:
+    def _plan(self, rows: list[list[Query]], filling: list[Filling], new: list[NewRequest]) -> StepPlan:
         plan = StepPlan(
             self._step,
             self.epoch,
@@ -196,22 +186,44 @@ class Scheduler:
         self._step += 1
         self._released.clear()
         self._finished.clear()
-        self._in_flight = plan
+        self._in_flight.append(PlannedStep(plan, filling))
         return plan
+
+    def foresee(self) -> None:
+        """Go on from the step in flight before it is over, with `PENDING_TOKEN` for each token that it samples.
+
+        A request that has all its tokens then gives up its pages. One that ends by what its token is does not: the next
+        step may compute a row of it in vain.
+        """
+        (step,) = self._in_flight
+        assert not step.is_foreseen
+        step.is_foreseen = True
+        if self.config.prefix_cache:
+            self._enter_pages(step.filling)
+        retired, self._aborted_in_flight = self._aborted_in_flight, []
+        for query in step.plan.queries:
+            request = self._requests.get(query.request) if query.sample else None
+            if request is not None:
+                request.tokens.append(PENDING_TOKEN)
+                self._tokens[_held(request).owner] += 1
+                if request.has_all_tokens:
+                    self._ending.append(request)
+        self._retire_all(retired + self._ending)
 
     def apply(self, output: StepOutput) -> list[Progress]:
         """Take in what the step in flight brought: one `Progress` for each token of a request that is still live."""
-        plan = self._in_flight
-        assert plan is not None and (output.step, output.epoch) == (plan.step, plan.epoch), "not the step in flight"
-        assert output.requests == tuple([query.request for query in plan.queries if query.sample])
-        self._in_flight = self._pool_before = None
-        if self.config.prefix_cache:
-            self._enter_pages()
-        progress = []
-        retired = self._aborted_in_flight
-        self._aborted_in_flight = []
-        eos_token_ids = self.config.eos_token_ids
-        requests, tokens, failures = self._requests, self._tokens, dict(output.failures)
+        first = [(step.plan.step, step.plan.epoch) for step in self._in_flight][:1]
+        assert first == [(output.step, output.epoch)], "not the step in flight"
+        step = self._in_flight[0]
+        assert output.requests == tuple([query.request for query in step.plan.queries if query.sample])
+        if not step.is_foreseen:
+            self.foresee()
+        self._in_flight.popleft()
+        self._pool_before = None
+        self._ending = []
+        progress: list[Progress] = []
+        retired: list[Request] = []
+        requests, eos_token_ids, failures = self._requests, self.config.eos_token_ids, dict(output.failures)
         for id, position, scores in output.scores:
             if id in requests:
                 requests[id].take_scores(position, scores)
@@ -219,19 +231,17 @@ class Scheduler:
             request = requests.get(id)
             if request is None:
                 continue
-            assert request.held is not None
-            request.tokens.append(token)
-            tokens[request.held.owner] += 1
+            request.tokens[-1] = token
             finish_reason, stop_reason = ("error", failures[id]) if id in failures else request.finish(eos_token_ids)
             if finish_reason is not None:
                 del requests[id]
                 request.live = False
-                retired.append(request)
+                if request.held is not None:
+                    retired.append(request)
+                elif not request.has_all_tokens:  # preempted since
+                    self._finished.append(id)
             progress.append(request.progress(logprob, finish_reason, stop_reason))
-        if retired:
-            for request in retired:
-                self._retire(request)
-            self._running = [request for request in self._running if request.live]
+        self._retire_all(retired)
         return progress
 
     def first_is_stuck(self) -> tuple[bool, Keys]:
@@ -247,9 +257,9 @@ class Scheduler:
         self._released, self._finished = [], []
         self._count_by_owner()
 
-    def _enter_pages(self) -> None:
+    def _enter_pages(self, filling: list[Filling]) -> None:
         """Let the cache know the pages that a step has filled."""
-        for request, first, end in self._filling:
+        for request, first, end in filling:
             if request.live and request.held is not None:
                 extend_keys(request.keys, request.tokens, self.config.page_size, end)
                 for page in range(first, end):
@@ -265,7 +275,7 @@ class Scheduler:
         Returns:
             what `retract` needs to go back, should the next step fail.
         """
-        assert self._in_flight is None, "a step is in flight"
+        assert not self._in_flight, "a step is in flight"
         before = Rebase(self.pool, tuple((request, request.held, request.num_computed) for request in self._running))
         self._pool_before = self.pool
         self.pool = pool
@@ -281,9 +291,9 @@ class Scheduler:
 
         What that step admitted waits again; what it preempted stays preempted; what was aborted meanwhile is let go.
         """
-        plan = self._in_flight
-        assert plan is not None, "the step after a rebase is in flight"
-        self._in_flight = None
+        (step,) = self._in_flight  # the one after the rebase
+        plan = step.plan
+        self._in_flight.clear()
         self._pool_before = None
         after, self.pool = self.pool, before.pool
         self.epoch -= 1
@@ -304,9 +314,7 @@ class Scheduler:
             request.held, request.num_computed = held, num_computed
             self._running.append(request)
         self._count_by_owner()
-        for request in [request for request in self._running if not request.live]:
-            self._retire(request)
-        self._running = [request for request in self._running if request.live]
+        self._retire_all([request for request in self._running if not request.live])
         self.pool.distrust(after)
         for request in admitted:
             request.held, request.num_computed = None, 0
@@ -320,35 +328,38 @@ class Scheduler:
 
     def preempt_all(self) -> None:
         """Take every running request's pages: the cache is lost, and all is computed again from tokens."""
-        assert self._in_flight is None, "a step is in flight"
+        assert not self._in_flight, "a step is in flight"
         while self._running:
             self._preempt(len(self._running) - 1)
         self.pool.evict()
 
     def start_over(self) -> None:
         """The ranks have died and others take their place, which know nothing: tell and compute everything anew."""
-        self._in_flight = None
+        self._in_flight.clear()
         self._pool_before = None
-        self._filling = []
-        for request in self._aborted_in_flight:
-            self._running.remove(request)
-            self._retire(request)
+        self._retire_all(self._aborted_in_flight)
         self._aborted_in_flight = []
-        self.preempt_all()
-        self._released.clear()
-        self._finished.clear()
         for request in self._requests.values():
+            if request.tokens[-1] == PENDING_TOKEN:
+                request.tokens.pop()
             if request.announced:
                 request.announced = False
                 self._count_found(request, -1)
                 request.new = structs.replace(request.new, output=tuple(request.tokens[request.num_prompt :]))
+        self._count_by_owner()
+        for request in self._ending:
+            request.num_computed = 0
+            self._waiting.push(request)
+        self._ending = []
+        self.preempt_all()
+        self._released.clear()
+        self._finished.clear()
 
     def _count_by_owner(self) -> None:
         self._tokens, self._owned = [0] * self.pool.ranks, [0] * self.pool.ranks
         for request in self._running:
-            assert request.held is not None
-            self._tokens[request.held.owner] += len(request.tokens)
-            self._owned[request.held.owner] += 1
+            self._tokens[_held(request).owner] += len(request.tokens)
+            self._owned[_held(request).owner] += 1
 
     @property
     def requests(self) -> tuple[Request, ...]:
@@ -367,14 +378,10 @@ class Scheduler:
             left = len(request.tokens) - start
             if left > 1:
                 chunks.append(Prompt(request.order, left, request, _held(request).owner))
-            elif start % page_size == 0 and self._lacks_page(request) and not self._grow(index):
+            elif start % page_size == 0 and len(_held(request)) * page_size == start and not self._grow(index):
                 continue
             index += 1
         return Batch.of_step(self.pool.layout, self.config.max_batched_tokens, self._owned, chunks)
-
-    def _lacks_page(self, request: Request) -> bool:
-        assert request.held is not None
-        return len(request.held) * self.config.page_size == request.num_computed
 
     def _admit_waiting(self, batch: Batch) -> Batch:
         """Let waiting requests begin, in order of service, as long as there are rows and pages for them."""
@@ -449,8 +456,7 @@ class Scheduler:
     def _grow(self, index: int) -> bool:
         """Add a page to the running request at `index`, making room by preemption. False: it was itself preempted."""
         running = self._running
-        held = running[index].held
-        assert held is not None
+        held = _held(running[index])
         while not self.pool.grow(held, 1):
             lacking = self.pool.lacking(held.owner, len(held), 1)
             victim = len(running) - 1
@@ -471,8 +477,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         """Free the pages of a running request. The next plan tells the ranks."""
-        held = request.held
-        assert held is not None
+        held = _held(request)
         self.pool.release(held)
         self._tokens[held.owner] -= len(request.tokens)
         self._owned[held.owner] -= 1
@@ -482,6 +487,12 @@ class Scheduler:
     def _retire(self, request: Request) -> None:
         self._release(request)
         self._finished.append(request.id)
+
+    def _retire_all(self, requests: list[Request]) -> None:
+        if requests:
+            for request in requests:
+                self._retire(request)
+            self._running = [request for request in self._running if request.held is not None]
 
 
 def _held(request: Request) -> HeldPages:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,14 +40,16 @@ def generate(
     budget: int,
     dtype: str = "float32",
     graph_rows: int = 0,
+    ahead: bool = False,
 ) -> dict[str, Any]:
-    """Greedy generation in each of `layouts`, one after another, with decode steps of `graph_rows` rows as graphs.
+    """Greedy generation in each of `layouts`, one after another, with decode steps of `graph_rows` rows as graphs. With
+    `ahead`, each step is planned and run before the tokens of the one before are known.
 
     Returns, by layout: `tokens` a prompt; on rank 0 `logits` a prompt, float32 [max_tokens, V]; `pages_back`, whether
     every page was free again at the end; `steps`; and how many of them were `replayed` as graphs.
     """
     torch.set_grad_enabled(False)
-    shared = (prompts, max_tokens, budget, dtype, graph_rows)
+    shared = (prompts, max_tokens, budget, dtype, graph_rows, ahead)
     return {name: _generate(rank, model, geometry, name, *shared) for name in layouts}
 
 
@@ -60,6 +63,7 @@ def _generate(
     budget: int,
     dtype: str,
     graph_rows: int,
+    ahead: bool,
 ) -> dict[str, Any]:
     max_model_len = max(len(prompt) + count for prompt, count in zip(prompts, max_tokens, strict=True))
     runner = ModelRunner(model, geometry, rank, layout, dtype, max_model_len, (), graph_rows=graph_rows)
@@ -70,17 +74,23 @@ def _generate(
     tokens: list[list[int]] = [[] for _ in prompts]
     logits: list[list[np.ndarray]] = [[] for _ in prompts]
     steps = 0
+    in_flight: deque[StepOutput] = deque()
     while scheduler.has_work:
+        if in_flight:
+            scheduler.foresee()
         plan = scheduler.schedule()
-        assert plan is not None
-        scores = runner.logits(plan)
-        output = _agree(rank, plan, scores)
-        if scores is not None:
-            for place, request in enumerate(output.requests):
-                logits[request].append(scores[place].cpu().numpy())
-        for progress in scheduler.apply(output):
-            tokens[progress.id].append(progress.token)
-        steps += 1
+        if plan is not None:
+            steps += 1
+            scores = runner.logits(plan)
+            output, chosen = _agree(rank, plan, scores)
+            runner._last.remember(plan, chosen)
+            in_flight.append(output)
+            if scores is not None:
+                for place, request in enumerate(output.requests):
+                    logits[request].append(scores[place].cpu().numpy().copy())
+        if plan is None or len(in_flight) > ahead:
+            for progress in scheduler.apply(in_flight.popleft()):
+                tokens[progress.id].append(progress.token)
     return {
         "tokens": tokens,
         "logits": [np.stack(rows) if rows else None for rows in logits],
@@ -91,10 +101,11 @@ def _generate(
     }
 
 
-def _agree(rank: Rank, plan: StepPlan, scores: torch.Tensor | None) -> StepOutput:
-    """The output of a step, on every rank: greedy tokens as rank 0 sees them."""
+def _agree(rank: Rank, plan: StepPlan, scores: torch.Tensor | None) -> tuple[StepOutput, torch.Tensor | None]:
+    """The output of a step, on every rank: greedy tokens as rank 0 sees them. And rank 0's own of them."""
     requests = tuple(query.request for query in plan.queries if query.sample)
     chosen = torch.empty(0, dtype=torch.int64, device=rank.device) if scores is None else scores.argmax(dim=-1)
     counts = [len(requests), *[0] * (rank.size - 1)]
     tokens = rank.comm.all_gather(chosen, counts).tolist()
-    return StepOutput(plan.step, plan.epoch, requests, tuple(tokens), (None,) * len(requests))
+    output = StepOutput(plan.step, plan.epoch, requests, tuple(tokens), (None,) * len(requests))
+    return output, None if rank.rank or not requests else chosen

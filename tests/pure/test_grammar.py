@@ -54,7 +54,7 @@ def sampled(params: SamplingParams, seed: int, steps: int = 3000) -> bytes:
     generator = torch.Generator().manual_seed(seed)
     output = b""
     for position in range(steps):
-        (token,), _ = sampler.sample(torch.randn(1, VOCABULARY, generator=generator) * 3, [(0, position)])
+        (token,), _ = sampler.sample(torch.randn(1, VOCABULARY, generator=generator) * 3, [(0, position)]).wait()
         assert not sampler.failures
         if token in (EOS, END):
             return output
@@ -173,17 +173,17 @@ def test_the_rest_of_the_batch_is_as_without_grammars() -> None:
     mixed, alone = sampler_of(*others, constrained), sampler_of(*others)
     for position in range(8):
         logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(position))
-        together, _ = mixed.sample(logits, [(id, position) for id in range(3)])
-        assert together[:2] == alone.sample(logits[:2], [(id, position) for id in range(2)])[0]
+        together, _ = mixed.sample(logits, [(id, position) for id in range(3)]).wait()
+        assert together[:2] == alone.sample(logits[:2], [(id, position) for id in range(2)]).wait()[0]
         mixed.prepare()
 
 
 def test_a_preempted_request_goes_on_in_its_grammar() -> None:
     sampler = sampler_of(SamplingParams(max_tokens=99, grammar=choice_grammar(["xyz"])), SamplingParams())
     logits = torch.randn(2, VOCABULARY)
-    assert sampler.sample(logits[:1], [(0, 0)])[0] == [ord("x")]
-    sampler.sample(logits[1:], [(1, 0)])  # steps without it
-    assert sampler.sample(logits[:1], [(0, 1)])[0] == [ord("y")]
+    assert sampler.sample(logits[:1], [(0, 0)]).wait()[0] == [ord("x")]
+    sampler.sample(logits[1:], [(1, 0)]).wait()  # steps without it
+    assert sampler.sample(logits[:1], [(0, 1)]).wait()[0] == [ord("y")]
 
 
 @pytest.mark.parametrize("prepares", [False, True])
@@ -201,7 +201,7 @@ def test_a_grammar_that_cannot_be_followed_fails_its_own_request_alone(prepares:
     failed: dict[int, str] = {}
     for position in range(120):
         live = [id for id in range(4) if id not in failed]
-        tokens, _ = sampler.sample(logits[live], [(id, position) for id in live])
+        tokens, _ = sampler.sample(logits[live], [(id, position) for id in live]).wait()
         assert tokens[live.index(1)] == 7
         failed |= dict(sampler.failures)
         if prepares:
@@ -219,7 +219,7 @@ def test_a_failure_is_not_handed_on_to_the_next_request() -> None:
     for _ in range(3):
         sampler, position = sampler_of(params), 0
         while not sampler.failures:
-            sampler.sample(logits, [(0, position)])
+            sampler.sample(logits, [(0, position)]).wait()
             position += 1
         lasted.append(position)
     assert lasted[0] == lasted[1] == lasted[2] > 10
@@ -268,5 +268,5 @@ def test_logit_bias_is_added_once_and_only_to_its_row() -> None:
     logits[:, 6], logits[:, 9], logits[:, 5] = 50.0, 3.0, -0.4
     before = logits.clone()
     for position in range(3):
-        assert sampler.sample(logits, [(0, position), (1, position)])[0] == [5, 6]
+        assert sampler.sample(logits, [(0, position), (1, position)]).wait()[0] == [5, 6]
     assert torch.equal(logits, before)

@@ -66,7 +66,7 @@ def test_filters_and_draws_match_the_reference(batch: list[tuple[SamplingParams,
     logits = random_logits(len(batch), draw.draw(st.integers(0, 1000)))
     positions = [draw.draw(st.integers(0, 10**6)) for _ in batch]
     before = logits.clone()
-    tokens, logprobs = sampler_of(*batch).sample(logits, list(enumerate(positions)))
+    tokens, logprobs = sampler_of(*batch).sample(logits, list(enumerate(positions))).wait()
     assert torch.equal(logits, before)
     assert logprobs == [None] * len(batch)
     for row, (params, seed) in enumerate(batch):
@@ -93,7 +93,7 @@ def test_draws_follow_the_distribution(params: SamplingParams) -> None:
     sampler = sampler_of(*[(params, 77 * seed) for seed in range(100)])
     counts = torch.zeros(VOCABULARY, dtype=torch.int64)
     for position in range(num_draws // 100):
-        tokens, _ = sampler.sample(logits.expand(100, -1), [(id, position) for id in range(100)])
+        tokens, _ = sampler.sample(logits.expand(100, -1), [(id, position) for id in range(100)]).wait()
         counts += torch.bincount(torch.tensor(tokens), minlength=VOCABULARY)
     possible = probabilities > 0
     assert counts[~possible].sum() == 0
@@ -147,9 +147,9 @@ def test_a_token_does_not_depend_on_the_rest_of_the_batch(order: list[int], size
     together = sampler_of(*[(params, 11 + id) for id, params in enumerate(kinds)])
     chosen = order[:size]
     for position in range(8):
-        tokens, logprobs = together.sample(logits[position, chosen], [(id, position) for id in chosen])
+        tokens, logprobs = together.sample(logits[position, chosen], [(id, position) for id in chosen]).wait()
         for row, id in enumerate(chosen):
-            (token,), (logprob,) = alone[id].sample(logits[position, id : id + 1], [(id, position)])
+            (token,), (logprob,) = alone[id].sample(logits[position, id : id + 1], [(id, position)]).wait()
             assert token == tokens[row]
             assert (logprob is None) == (logprobs[row] is None)
             if logprob is not None:
@@ -159,13 +159,13 @@ def test_a_token_does_not_depend_on_the_rest_of_the_batch(order: list[int], size
 def test_seed_and_position_decide_the_draw() -> None:
     logits = torch.zeros(1, 10_000)
     draws = {
-        (seed, position): sampler_of((SamplingParams(), seed)).sample(logits, [(0, position)])[0][0]
+        (seed, position): sampler_of((SamplingParams(), seed)).sample(logits, [(0, position)]).wait()[0][0]
         for seed in range(5)
         for position in range(5)
     }
     assert len(set(draws.values())) > 20
     for (seed, position), token in draws.items():
-        assert sampler_of((SamplingParams(), seed)).sample(logits, [(0, position)])[0] == [token]
+        assert sampler_of((SamplingParams(), seed)).sample(logits, [(0, position)]).wait()[0] == [token]
         assert token == int(uniform(seed, position) * 10_000)
 
 
@@ -173,7 +173,7 @@ def test_seed_and_position_decide_the_draw() -> None:
 def test_greedy_takes_the_lowest_of_equals(other: SamplingParams) -> None:
     logits = random_logits(2, 0)
     logits[0, [31, 7, 12]] = 50.0
-    tokens, _ = sampler_of((SamplingParams(temperature=0.0), 0), (other, 1)).sample(logits, [(0, 0), (1, 0)])
+    tokens, _ = sampler_of((SamplingParams(temperature=0.0), 0), (other, 1)).sample(logits, [(0, 0), (1, 0)]).wait()
     assert tokens[0] == 7
 
 
@@ -181,7 +181,7 @@ def test_greedy_takes_the_lowest_of_equals(other: SamplingParams) -> None:
 def test_temperatures_near_zero_are_nearly_greedy(temperature: float) -> None:
     logits = random_logits(8, 1) * 100
     sampler = sampler_of(*[(SamplingParams(temperature=temperature, top_p=0.9, min_p=0.1), id) for id in range(8)])
-    assert sampler.sample(logits, [(id, 0) for id in range(8)])[0] == logits.argmax(dim=-1).tolist()
+    assert sampler.sample(logits, [(id, 0) for id in range(8)]).wait()[0] == logits.argmax(dim=-1).tolist()
 
 
 def test_repetition_penalty_is_that_of_transformers() -> None:
@@ -196,7 +196,7 @@ def test_repetition_penalty_is_that_of_transformers() -> None:
     seen = [list(prompt) for _ in penalties]
     for step in range(30):
         logits = random_logits(3, step)
-        tokens, _ = sampler.sample(logits, [(id, step) for id in range(3)])
+        tokens, _ = sampler.sample(logits, [(id, step) for id in range(3)]).wait()
         for id, penalty in enumerate(penalties):
             reference = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([seen[id]]), logits[id : id + 1].clone())
             assert tokens[id] == int(reference.argmax())
@@ -211,7 +211,7 @@ def test_presence_and_frequency_penalties_count_output_only() -> None:
     logits = torch.tensor([[2.0, 1.5, 1.0, -1.0]])
     chosen = []
     for step in range(12):
-        tokens, _ = sampler.sample(logits.expand(2, -1), [(0, step), (1, step)])
+        tokens, _ = sampler.sample(logits.expand(2, -1), [(0, step), (1, step)]).wait()
         scores = [x - frequency * c - presence * (c > 0) for x, c in zip(logits[0].tolist(), counts, strict=True)]
         assert tokens[1] == scores.index(max(scores))
         counts[tokens[1]] += 1
@@ -226,7 +226,7 @@ def test_penalty_tables_are_clean_for_the_next_request() -> None:
     for id in range(20):
         sampler.add(NewRequest(id, (4 * (id % 2),), params, 0))
         expected = [0, 1, 2] if id % 2 else [1, 2, 3]
-        assert [sampler.sample(logits, [(id, step)])[0][0] for step in range(3)] == expected
+        assert [sampler.sample(logits, [(id, step)]).wait()[0][0] for step in range(3)] == expected
         if id % 3:
             sampler.remove(id)
 
@@ -240,16 +240,16 @@ def test_min_tokens_holds_back_end_of_sequence_and_stop_tokens() -> None:
         (SamplingParams(temperature=0.1, **fields), 0),
         (SamplingParams(temperature=0.0, ignore_eos=True, **fields), 0),
     )
-    got = [sampler.sample(logits, [(id, step) for id in range(3)])[0] for step in range(3)]
+    got = [sampler.sample(logits, [(id, step) for id in range(3)]).wait()[0] for step in range(3)]
     assert got == [[5, 5, EOS], [5, 5, EOS], [EOS, EOS, EOS]]
     alone = sampler_of((SamplingParams(temperature=0.0, **fields), 0))
-    assert [alone.sample(logits[:1], [(0, step)])[0] for step in range(3)] == [[5], [5], [EOS]]
+    assert [alone.sample(logits[:1], [(0, step)]).wait()[0] for step in range(3)] == [[5], [5], [EOS]]
 
 
 def test_banning_the_whole_vocabulary_still_gives_a_token() -> None:
     fields = {"min_tokens": 1, "stop_token_ids": tuple(range(VOCABULARY))}
     requests = [(SamplingParams(temperature=t, top_p=p, **fields), 0) for t in (0.0, 1.0) for p in (0.5, 1.0)]
-    tokens, _ = sampler_of(*requests).sample(random_logits(4, 0), [(id, 0) for id in range(4)])
+    tokens, _ = sampler_of(*requests).sample(random_logits(4, 0), [(id, 0) for id in range(4)]).wait()
     assert all(0 <= token < VOCABULARY for token in tokens)
 
 
@@ -263,7 +263,7 @@ def test_logprobs_are_those_of_the_logits_as_they_came() -> None:
         (SamplingParams(logprobs=20, min_tokens=1), 8),
         prompt=tuple(range(VOCABULARY)),
     )
-    tokens, logprobs = sampler.sample(logits, [(id, 4) for id in range(4)])
+    tokens, logprobs = sampler.sample(logits, [(id, 4) for id in range(4)]).wait()
     assert logprobs[2] is None
     for row, num in ((0, 0), (1, 3), (3, 20)):
         got = logprobs[row]
@@ -276,12 +276,12 @@ def test_logprobs_are_those_of_the_logits_as_they_came() -> None:
 
 
 def test_more_logprobs_than_the_vocabulary_has() -> None:
-    _, (logprob,) = sampler_of((SamplingParams(logprobs=20), 0)).sample(random_logits(1, 0, 6), [(0, 0)])
+    _, (logprob,) = sampler_of((SamplingParams(logprobs=20), 0)).sample(random_logits(1, 0, 6), [(0, 0)]).wait()
     assert len(logprob.top) == 6
 
 
 def test_empty_batch() -> None:
-    assert sampler_of().sample(torch.empty(0, VOCABULARY), []) == ([], [])
+    assert sampler_of().sample(torch.empty(0, VOCABULARY), []).wait() == ([], [])
 
 
 def test_requests_are_added_once_and_forgotten_when_removed() -> None:
@@ -290,4 +290,4 @@ def test_requests_are_added_once_and_forgotten_when_removed() -> None:
         sampler.add(NewRequest(0, (1,), SamplingParams(), 0))
     sampler.remove(0)
     with pytest.raises(KeyError):
-        sampler.sample(random_logits(1, 0), [(0, 0)])
+        sampler.sample(random_logits(1, 0), [(0, 0)]).wait()

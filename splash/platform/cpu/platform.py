@@ -31,6 +31,7 @@ class CpuPlatform(Platform):
     """
 
     name = "cpu"
+    is_queued = False
 
     def __init__(self, collectives: host_collectives.Kind | None = None) -> None:
         self._collectives = collectives or host_collectives.default_kind()

@@ -43,6 +43,7 @@ class CudaPlatform(Platform):
     """
 
     name = "cuda"
+    is_queued = True
 
     def availability(self) -> Availability:
         missing = self._missing()

@@ -22,6 +22,7 @@ class RocmPlatform(Platform):
     """AMD GPUs and Hygon DCUs through a ROCm build of torch, which answers to `torch.cuda` as well."""
 
     name = "rocm"
+    is_queued = True
 
     def availability(self) -> Availability:
         missing = self._missing()
