@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from splash.platform.base import AttentionBackend, AttentionBatch, AttentionBuffers, CapturableAttention
+from splash.platform.host_copies import upload
 
 LATENT_DIM, ROTARY_DIM = 512, 64  # what the kernels are written for
 _WORKSPACE_BYTES = 128 << 20  # partial results of split histories; FlashInfer's own advice
@@ -151,17 +152,20 @@ class _Wrapper:
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
         self._blind: torch.Tensor | None = None
+        self._uploaded = torch.cuda.Event()
         self.plans = 0
 
     def plan(self, batch: Sequences, num_heads: int, page_size: int, scale: float, dtype: torch.dtype) -> None:
-        """Plan the batch for this many heads."""
+        """Plan the batch for this many heads. Waits for the upload of this wrapper's plan before, which it overwrites."""
+        self._uploaded.synchronize()
         self.plans += 1
-        self._blind = None if batch.blind is None else batch.blind.to(self._wrapper.device)
+        self._blind = None if batch.blind is None else upload(batch.blind, self._wrapper.device)
         starts, pages = batch.row_starts, batch.page_starts
         self._wrapper.plan(
             starts, pages, batch.slots, batch.lengths, num_heads, LATENT_DIM, ROTARY_DIM, page_size, batch.causal,
             scale, dtype, dtype,
         )  # fmt: skip
+        self._uploaded.record()
 
     def run(self, q_nHK: torch.Tensor, pages_SPK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and the natural log-sum-exp, which FlashInfer gives in base 2."""
