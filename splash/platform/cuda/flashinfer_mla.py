@@ -156,7 +156,7 @@ class _Wrapper:
         self.plans = 0
 
     def plan(self, batch: Sequences, num_heads: int, page_size: int, scale: float, dtype: torch.dtype) -> None:
-        """Plan the batch for this many heads. Waits for the upload of this wrapper's plan before, which it overwrites."""
+        """Plan the batch for this many heads. Waits for the upload of the plan before, which it overwrites."""
         self._uploaded.synchronize()
         self.plans += 1
         self._blind = None if batch.blind is None else upload(batch.blind, self._wrapper.device)
