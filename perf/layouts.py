@@ -144,7 +144,8 @@ def print_table(rows: Sequence[dict[str, Any]], layouts: Sequence[str]) -> None:
             print(f"{row['case']:>18}" + "".join(f"{value:10,.{digits}f}" for value in values))
 
 
-def _case(text: str) -> Case:
+def case_of(text: str) -> Case:
+    """A case as the command line has it."""
     try:
         case = Case(*map(int, text.split("x")))
     except (TypeError, ValueError):
@@ -157,7 +158,7 @@ def _case(text: str) -> Case:
 def main() -> None:
     """Measure, print the tables, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=lambda text: [_case(part) for part in text.split(",")], required=True)
+    parser.add_argument("--cases", type=lambda text: [case_of(part) for part in text.split(",")], required=True)
     parser.add_argument("--layouts", default=",".join(LAYOUTS), type=lambda text: text.split(","))
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--copy-gb-s", type=float, help="of a copy on one device, reads and writes")
