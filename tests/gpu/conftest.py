@@ -27,6 +27,7 @@ def generate(
     model: str = MODEL,
     page_size: int = PAGE_SIZE,
     graph_rows: int = 0,
+    ahead: bool = False,
     **kind: Any,
 ) -> dict[str, Any]:
     """Greedy generation by a group, as rank 0 sees it."""
@@ -44,6 +45,7 @@ def generate(
             "budget": budget,
             "dtype": dtype,
             "graph_rows": graph_rows,
+            "ahead": ahead,
         },
         num_layers=geometry.spec.num_layers,
         geometry=geometry,

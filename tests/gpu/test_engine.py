@@ -61,6 +61,29 @@ def test_tokens_are_the_cpus_and_nothing_is_left(
     assert gone(pids)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_running_ahead_of_the_device_changes_nothing(ranks: int) -> None:
+    """Many requests of all kinds, some of which end before their time, in layouts that split rows and that do not."""
+    kinds = [
+        SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True),
+        SamplingParams(max_tokens=33, temperature=1.0, seed=7, top_k=40, logprobs=2),
+        SamplingParams(max_tokens=40, temperature=0.0, repetition_penalty=1.3, presence_penalty=0.4),
+        SamplingParams(max_tokens=40, temperature=0.0, stop=("e",), min_tokens=2),
+        SamplingParams(max_tokens=1, temperature=0.0),
+    ]
+    jobs = jobs_of([5 + 17 * (number % 9) for number in range(25)], [1] * 25, seed=3)
+    params = [kinds[number % len(kinds)] for number in range(25)]
+    found: list[list[tuple[tuple[int, ...], str | None]]] = []
+    for is_async in (False, True):
+        with LLM(ranks=ranks, layout="tp", async_scheduling=is_async, max_num_seqs=16, **OPTIONS) as llm:
+            found.append([])
+            for layout in ("tp", "dp"):
+                llm.switch(layout)
+                outputs = llm.generate([job.prompt for job in jobs], params)
+                found[-1] += [(output.tokens, output.finish_reason) for output in outputs]
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_or_hangs_is_named(how: signal.Signals) -> None:
     with LLM(ranks=2, layout="tp", step_timeout_s=5.0, max_restarts=0, **OPTIONS) as llm:

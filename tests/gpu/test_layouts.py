@@ -58,6 +58,15 @@ def test_one_request_leaves_ranks_without_rows() -> None:
         assert result["tokens"] == _oracle()["tokens"][:1], name
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_tokens_reach_the_next_step_without_the_host(ranks: int) -> None:
+    """Into graphs where every rank has a GPU of its own, and into steps without them."""
+    found = generate(_prompts(), COUNTS, list(LAYOUTS), ranks, 150, platform="cuda", graph_rows=8, ahead=True)
+    for name, result in found.items():
+        assert result["tokens"] == _oracle()["tokens"], name
+        assert result["pages_back"], name
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_graphs_say_what_steps_without_them_say(dtype: str) -> None:
     """Batches of a graph's size and between two."""
