@@ -73,7 +73,8 @@ def main() -> None:
     _, config = read_options([*args.options, "prefix_cache=false"])
     busy = busy_cores()
     rows = measure(config, args.cases, args.copy_gb_s)
-    report("hot_loop", {"options": args.options, "others_busy_cores": busy, "rows": rows}, args.out)
+    settings = {"options": args.options, "others_busy_cores": busy, "copy_gb_s": args.copy_gb_s}
+    report("hot_loop", {**settings, "rows": rows}, args.out)
 
 
 if __name__ == "__main__":
