@@ -18,6 +18,7 @@ from splash.layouts.rows import StepRows
 from splash.model.loader import LayerWeights, ModelWeights
 from splash.model.rope import RotaryTable
 from splash.platform.base import Rank
+from splash.platform.kernels import Kernels
 
 LATENT_NORM_EPS = 1e-6  # of the Q-A and KV-A norms, whatever `rms_norm_eps` says (DeepSeek's reference does the same)
 
@@ -46,6 +47,28 @@ class PreparedStep:
     positions: Tensor
     exchange: Exchange
     sampled: SampledRows | None
+
+
+class _Stream:
+    """The residual stream of some rows: `x_nD`, and what is still to be added to it, which the next norm does."""
+
+    def __init__(self, x_nD: Tensor, kernels: Kernels, eps: float) -> None:
+        self.x_nD = x_nD
+        self.delta_nD: Tensor | None = None
+        self._kernels = kernels
+        self._eps = eps
+
+    def norm(self, weight_D: Tensor) -> Tensor:
+        """The norm of the sum, [n, D]."""
+        if self.delta_nD is None:
+            return self._kernels.rms_norm(self.x_nD, weight_D, self._eps)
+        normed_nD, self.x_nD = self._kernels.add_rms_norm(self.x_nD, self.delta_nD, weight_D, self._eps)
+        self.delta_nD = None
+        return normed_nD
+
+    def whole(self) -> Tensor:
+        """The sum, [n, D]."""
+        return self.x_nD if self.delta_nD is None else self.x_nD + self.delta_nD
 
 
 class Transformer:
@@ -98,19 +121,12 @@ class Transformer:
         """
         rows, exchange = step.rows, step.exchange
         exchange.start(Rotary(self._rotary.cos[step.positions], self._rotary.sin[step.positions]))
-        kernels, eps = self._group.kernels, self._spec.rms_norm_eps
-        x_nD, delta_nD = self._embed(step), None
+        stream = _Stream(self._embed(step), self._group.kernels, self._spec.rms_norm_eps)
         for number, layer in enumerate(self._weights.layers):
             if arrive is not None:
                 arrive(number)
-            if delta_nD is None:
-                normed_nD = kernels.rms_norm(x_nD, layer.input_norm, eps)
-            else:
-                normed_nD, x_nD = kernels.add_rms_norm(x_nD, delta_nD, layer.input_norm, eps)
-            x_nD, delta_nD = self._layer(layer, x_nD, normed_nD, rows, exchange)
-        if step.sampled is None:
-            return None
-        return self._logits(x_nD if delta_nD is None else x_nD + delta_nD, step.sampled)
+            self._layer(layer, stream, rows, exchange)
+        return None if step.sampled is None else self._logits(stream.whole(), step.sampled)
 
     def _embed(self, step: PreparedStep) -> Tensor:
         """Embedding with a sharded vocabulary: each rank looks up the tokens that it has, and the parts are summed."""
@@ -131,18 +147,16 @@ class Transformer:
             return self._group.comm.all_reduce(partial_ND)
         return self._group.comm.reduce_scatter(partial_ND, rows.counts_T)
 
-    def _layer(
-        self, layer: LayerWeights, x_nD: Tensor, normed_nD: Tensor, rows: StepRows, exchange: Exchange
-    ) -> tuple[Tensor, Tensor]:
-        """A layer of rows and their input norm: what goes on, and what is still to be added to it."""
-        kernels, eps, split = self._group.kernels, self._spec.rms_norm_eps, rows.layout.rows is Rows.SPLIT
-        attended = self._attention(layer, normed_nD, rows, exchange)
+    def _layer(self, layer: LayerWeights, stream: _Stream, rows: StepRows, exchange: Exchange) -> None:
+        split = rows.layout.rows is Rows.SPLIT
+        attended = self._attention(layer, stream.norm(layer.input_norm), rows, exchange)
         # With split rows every rank has all heads, so its rows are complete.
-        attended = attended if split else self._reduce(attended, rows)
-        normed, x_nD = kernels.add_rms_norm(x_nD, attended, layer.post_norm, eps)
+        stream.delta_nD = attended if split else self._reduce(attended, rows)
+        del attended
+        normed = stream.norm(layer.post_norm)
         if split and self._group.size > 1:
             normed = self._group.comm.all_gather(normed, rows.counts_T)
-        return x_nD, self._reduce(layer.feedforward(normed, kernels), rows)
+        stream.delta_nD = self._reduce(layer.feedforward(normed, self._group.kernels), rows)
 
     def _attention(self, layer: LayerWeights, x_nD: Tensor, rows: StepRows, exchange: Exchange) -> Tensor:
         spec = self._spec

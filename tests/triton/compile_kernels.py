@@ -139,8 +139,7 @@ def small_cases() -> list[tuple[str, Any, dict[str, Any], int, dict[str, str]]]:
     expert = {"weight_ptr": "*fp32"}
     assigned = {"BLOCK_P": 2048, "BLOCK_E": 256, "BLOCK_B": 512, "BLOCK_M": 32}
     choice = {
-        "SPLITS": 28, "GROUPS": 8, "TOP_GROUPS": 4, "TOP_K": 8, "NORM": True, "BLOCK_N": 4, "BLOCK_G": 8, "BLOCK_S": 32,
-        "BLOCK_K": 8,
+        "GROUPS": 8, "TOP_GROUPS": 4, "TOP_K": 8, "NORM": True, "BLOCK_G": 8, "BLOCK_S": 32, "BLOCK_K": 8,
     }  # fmt: skip
     return [
         ("rms_norm", fused.rms_norm_kernel, {"BLOCK_D": 8192, "ADD": True}, 8, {}),
@@ -151,7 +150,7 @@ def small_cases() -> list[tuple[str, Any, dict[str, Any], int, dict[str, str]]]:
         ("copy_runs", rows.copy_runs_kernel, {"INDEXED": 1, "BLOCK": 1024, "WORDS": True}, 4, words),
         ("copy_chunks", pages.copy_chunks_kernel, {"BLOCK": 8192, "WORDS": True}, 16, words),
         ("scores", route.scores_kernel, {"BLOCK_N": 32, "BLOCK_E": 64, "BLOCK_K": 64, "DEPTH": 256}, 4, {}),
-        ("choose", route.choose_kernel, choice, 4, expert),
+        ("choose", route.choose_kernel, choice, 1, expert),
         ("assign", experts.assign_kernel, assigned, 4, {}),
         ("count", experts.count_kernel, {"BLOCK": 256}, 4, {}),
         ("offsets", experts.offsets_kernel, {"BLOCK_E": 256, "BLOCK_M": 128, "BLOCK": 32}, 4, {}),

@@ -17,6 +17,8 @@ from splash.platform.base import AttentionBatch
 SEGMENT_FIELDS = 8  # first pair, pairs, first page, first tile, tiles' end, keys all see, keys any sees, partial slot
 SPLIT_FIELDS = 4  # first pair, pairs, first partial slot, partial slots
 _SEGMENT_OVERHEAD = 3  # tiles that a program's start and end cost
+_MERGE_OVERHEAD = 1 / 16  # tiles that merging one more partial result costs
+_LEAST_TILES = 2  # tiles of a segment, where there is no lack of programs
 _WAVES = np.array([0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4])  # how many programs a device slot the split is tried for
 
 
@@ -131,7 +133,7 @@ def _splits(tiles: np.ndarray, blocks: np.ndarray, programs: int) -> np.ndarray:
     whole = np.ones(len(tiles), dtype=np.int64)
     if total == 0 or int(blocks.sum()) >= 4 * programs:
         return whole
-    tile_caps = np.unique(np.maximum(np.ceil(total / (programs * _WAVES)), 2 * _SEGMENT_OVERHEAD).astype(np.int64))
+    tile_caps = np.unique(np.maximum(np.ceil(total / (programs * _WAVES)), _LEAST_TILES).astype(np.int64))
     candidates = np.maximum(-(-tiles[None, :] // tile_caps[:, None]), 1)
     candidates = np.concatenate((whole[None, :], candidates, _rounded_down(candidates)))
     lengths = -(-tiles[None, :] // candidates)
@@ -140,7 +142,7 @@ def _splits(tiles: np.ndarray, blocks: np.ndarray, programs: int) -> np.ndarray:
     level = (total + segments * _SEGMENT_OVERHEAD) / programs
     alike = lengths.min(axis=1) + _SEGMENT_OVERHEAD > 0.8 * longest
     ends = np.where(alike, np.ceil(segments / programs) * longest, np.maximum(longest, level + longest / 2))
-    ends = np.where(segments <= programs, longest, ends)
+    ends = np.where(segments <= programs, longest, ends) + _MERGE_OVERHEAD * (candidates.max(axis=1) - 1)
     partials = np.where(candidates > 1, candidates * blocks, 0).sum(axis=1)
     ends = np.where(partials <= max_partials(programs), ends, np.inf)
     return cast(np.ndarray, candidates[ends.argmin()])
