@@ -35,9 +35,8 @@ class GenerationRequest:
     arrived: float = field(default_factory=time.monotonic, compare=False)
 
 
-@dataclass(frozen=True)
-class RequestOutput:
-    """What one step brought for one request.
+class RequestOutput(msgspec.Struct, frozen=True):
+    """What one step brought for one request. A struct, because there is one for each token.
 
     Concatenating `tokens`, `text` and `logprobs` over a request's outputs gives the whole. `text` is withheld while
     it may be part of a stop string or of an unfinished character, so it can be empty, or cover several tokens.

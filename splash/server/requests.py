@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.responses import Response
@@ -14,14 +14,14 @@ from starlette.responses import Response
 from splash.core.errors import RequestError
 from splash.core.request import TokenLogprob
 from splash.engine.outputs import GenerationRequest, RequestOutput
-from splash.server.errors import ContextLengthError, engine_dead, engine_loading, grammar_failed, model_not_found
+from splash.server.errors import ContextLengthError, engine_dead, engine_loading, model_not_found
 from splash.server.intake import Intake
 from splash.server.schemas import SamplingFields
 from splash.server.settings import ServerSettings
-from splash.server.streaming import merge
 
 if TYPE_CHECKING:
     from splash.engine.async_engine import AsyncEngine
+    from splash.engine.stream import Stream
 
 
 @dataclass(frozen=True)
@@ -184,36 +184,30 @@ def fan_out(
     return requests
 
 
-async def stream(
-    service: Service, requests: Sequence[GenerationRequest]
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Outputs of all requests as they come, with the number of the request. Closing it aborts them.
+@contextlib.contextmanager
+def opened(service: Service, requests: Sequence[GenerationRequest]) -> Iterator[Stream]:
+    """What the engine brings for requests. Leaving it aborts those that have not ended.
 
     Raises:
         SplashError: a request is refused, its time is up, or the engine died.
-        ApiError: there are too many requests, or the grammar of one could not be followed.
+        ApiError: there are too many requests.
     """
-    generate = service.engine.generate
-    with service.intake.taken(len(requests)):
-        outputs = [cast("AsyncGenerator[RequestOutput, None]", generate(request)) for request in requests]
-        async with aclosing(cast("AsyncGenerator[tuple[int, RequestOutput], None]", merge(outputs))) as merged:
-            async for index, output in merged:
-                if output.finish_reason == "error":
-                    raise grammar_failed(str(output.stop_reason))
-                yield index, output
+    with service.intake.taken(len(requests)), service.engine.open(requests) as stream:
+        yield stream
 
 
 async def collect(service: Service, requests: Sequence[GenerationRequest]) -> list[Choice]:
     """The whole outputs of all requests.
 
     Raises:
-        SplashError: a request is refused, its time is up, or the engine died.
-        ApiError: there are too many requests, or the grammar of one could not be followed.
+        SplashError: a request is refused, its time is up, its grammar cannot be followed, or the engine died.
+        ApiError: there are too many requests.
     """
     choices = [Choice() for _ in requests]
-    async with aclosing(stream(service, requests)) as outputs:
-        async for index, output in outputs:
-            choices[index].take(output)
+    with opened(service, requests) as stream:
+        while outputs := await stream.take():
+            for index, output in outputs:
+                choices[index].take(output)
     return choices
 
 

@@ -7,7 +7,7 @@ import contextlib
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +29,7 @@ from splash.engine.history import Sample, StepTime, SwitchEvent
 from splash.engine.metrics import EngineMetrics
 from splash.engine.outputs import GenerationRequest, Live, RequestOutput
 from splash.engine.picture import picture
+from splash.engine.stream import Stream
 from splash.engine.text import OutputText
 from splash.engine.tokenizer import Tokenizer
 from splash.scheduler.config import SchedulerConfig
@@ -139,21 +140,30 @@ class ScriptedEngine:
             step_times={self.layout: StepTime(2.5, 9.5, 100)},
         )
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+    @contextlib.contextmanager
+    def open(self, requests: Sequence[GenerationRequest]) -> Iterator[Stream]:
         if self.error is not None:
             raise self.error
-        self.requests.append(request)
-        self.running.add(request.id)
-        finished = False
+        stream = Stream(len(requests))
+        self.requests += requests
+        self.running |= {request.id for request in requests}
+        tasks = [asyncio.create_task(self._bring(stream, *item)) for item in enumerate(requests)]
+        try:
+            yield stream
+        finally:
+            for task in tasks:
+                task.cancel()
+            self.running -= {request.id for request in requests}
+            if stream.live:
+                self.aborted.set()
+
+    async def _bring(self, stream: Stream, number: int, request: GenerationRequest) -> None:
         try:
             async for output in self._outputs(request):
                 await asyncio.sleep(0)
-                finished = output.finish_reason is not None
-                yield output
-        finally:
-            self.running.discard(request.id)
-            if not finished:
-                self.aborted.set()
+                stream.put(number, output)
+        except SplashError as error:
+            stream.fail(error)
 
     async def _outputs(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
         params, prompt = request.params, request.prompt
