@@ -54,7 +54,7 @@ class FakeGroup:
             del self.history[id]
         for new in plan.new:
             assert new.id not in self.history
-            self.history[new.id] = list(new.prompt)
+            self.history[new.id] = [*new.prompt, *new.output]
             self.prompts[new.id] = new.prompt
         queries = plan.queries
         assert queries
@@ -86,7 +86,7 @@ class FakeGroup:
                 found = tuple(TokenLogprob(token, -float(query.start + 1 + i)) for i, token in enumerate(tokens))
                 scores.append((id, query.start + 1, found))
             if query.sample:
-                sampled[id] = self.rng.randrange(VOCABULARY)
+                sampled[id] = self.sample(id)
                 self.history[id].append(sampled[id])
         assert len(self.tables) <= config.max_num_seqs
         for rank, total in enumerate(self.slots):
@@ -97,6 +97,10 @@ class FakeGroup:
         return StepOutput(
             plan.step, plan.epoch, tuple(sampled), tuple(sampled.values()), logprobs, scores=tuple(scores)
         )
+
+    def sample(self, id: int) -> int:
+        """The token after a request's history."""
+        return self.rng.randrange(VOCABULARY)
 
     def _compute(self, id: int, start: int, end: int) -> None:
         """Store what each row makes of all before it, and see that what it reads is that and nothing else."""
