@@ -37,6 +37,7 @@ from splash.server.auth import read_keys
 from splash.server.intake import Intake
 from splash.server.logs import LOGGER, configure_logging
 from splash.server.settings import ServerSettings
+from splash.server.tracing import Telemetry, make_tracing
 from splash.settings import build, compose, pick, usage
 
 _DEATH_POLL_S = 0.2
@@ -67,6 +68,7 @@ class ServeOptions:
     stalled_timeout_s: float = 60.0
     log_format: Literal["text", "json"] = "text"
     log_requests: bool = False
+    telemetry: Telemetry = dataclasses.field(default_factory=Telemetry)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -183,6 +185,7 @@ async def _serve(options: ServeOptions, config: EngineConfig, listener: socket.s
     _check_certificate(options)
     if not keys and not _is_loopback(listener):
         _say(f"warning: anybody who reaches {options.host} may use the model and change the layout; see api_key_file")
+    tracing = make_tracing(options.telemetry, os.environ, options.model.name, splash.__version__, _say)
     engine = AsyncEngine(config, _say)
     ready = asyncio.Event()
     settings = ServerSettings(
@@ -197,7 +200,7 @@ async def _serve(options: ServeOptions, config: EngineConfig, listener: socket.s
         log_requests=options.log_requests,
     )
     intake = Intake(options.max_concurrent_requests)
-    app = create_app(engine, settings, ready.is_set, intake)
+    app = create_app(engine, settings, ready.is_set, intake, tracing)
     server = _Server(
         uvicorn.Config(
             app,
@@ -251,6 +254,8 @@ async def _serve(options: ServeOptions, config: EngineConfig, listener: socket.s
         for task in (loading, dying, stopping):
             task.cancel()
         await engine.close()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
 
 
 async def _engine_error(engine: AsyncEngine) -> WorkerError:

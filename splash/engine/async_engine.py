@@ -14,6 +14,7 @@ from splash.core.decision import Decision
 from splash.core.errors import DeadlineError, RequestError, SplashError, WorkerError
 from splash.engine.config import EngineConfig
 from splash.engine.engine import Engine, EngineStats
+from splash.engine.history import SwitchEvent
 from splash.engine.metrics import EngineMetrics
 from splash.engine.outputs import GenerationRequest, Live, RequestOutput
 from splash.engine.stream import Stream
@@ -189,7 +190,7 @@ class AsyncEngine:
                 timer.cancel()
             for number, request_id in enumerate(added):
                 del self._streams[request_id]
-                if number in stream.live:
+                if number not in stream.ends:
                     self._commands.put(_Abort(request_id))
 
     async def switch(self, layout: str, method: str = "auto", *, rebalance: bool = False) -> SwitchRecord:
@@ -251,6 +252,11 @@ class AsyncEngine:
     def switch_history(self) -> list[SwitchRecord]:
         """The switches that have ended, oldest first."""
         return list(self._started.switcher.history)
+
+    @property
+    def switch_events(self) -> list[SwitchEvent]:
+        """The last switches that have ended and when, oldest first."""
+        return self._started.switch_events
 
     async def abort(self, request_id: str) -> None:
         """Stop a request; its stream ends with finish reason "abort"."""

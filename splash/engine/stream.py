@@ -17,13 +17,14 @@ class Stream:
         count: requests, numbered from 0.
 
     Attributes:
-        live: numbers of those that have not ended.
+        ends: the last output of each that has ended, by its number.
     """
 
-    __slots__ = ("_come", "_error", "_waiter", "live")
+    __slots__ = ("_come", "_count", "_error", "_waiter", "ends")
 
     def __init__(self, count: int) -> None:
-        self.live = set(range(count))
+        self.ends: dict[int, RequestOutput] = {}
+        self._count = count
         self._come: list[tuple[int, RequestOutput]] = []
         self._error: SplashError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -32,7 +33,7 @@ class Stream:
         """Bring an output of a request. One that ended in an error ends the stream."""
         reason = output.finish_reason
         if reason is not None:
-            self.live.discard(number)
+            self.ends[number] = output
         if reason == "error":
             self.fail(GrammarError(str(output.stop_reason)))
         elif self._error is None:
@@ -56,7 +57,7 @@ class Stream:
             DeadlineError: their time is up.
             WorkerError: the group died.
         """
-        if not self._come and self.live and self._error is None:
+        if not self._come and len(self.ends) < self._count and self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         if self._come:

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +60,7 @@ def chat_router(service: Service) -> APIRouter:
         """Answer a conversation."""
         service.check(body.model)
         body.check()
-        job = await _prepare(service, body)
+        job = await _prepare(service, body, service.trace(request.headers))
         if body.stream:
             return EventStream(_events(service, job))
         return await unless_client_leaves(request.receive, _whole(service, job))
@@ -68,7 +68,7 @@ def chat_router(service: Service) -> APIRouter:
     return router
 
 
-async def _prepare(service: Service, body: ChatCompletionRequest) -> _Job:
+async def _prepare(service: Service, body: ChatCompletionRequest, trace: Mapping[str, str]) -> _Job:
     engine = service.engine
     limit_name = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
     answer_id = new_id("chatcmpl")
@@ -87,6 +87,7 @@ async def _prepare(service: Service, body: ChatCompletionRequest) -> _Job:
             conversation.grammar,
             format.visible,
             longest_s=service.settings.request_timeout_s,
+            trace=trace,
         )
     except RequestError as error:
         raise renamed(error, {"prompt": "messages", "max_tokens": limit_name}) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +65,7 @@ def completions_router(service: Service) -> APIRouter:
         """Continue one prompt or several."""
         service.check(body.model)
         body.check()
-        job = await _prepare(service, body)
+        job = await _prepare(service, body, service.trace(request.headers))
         if body.stream:
             return EventStream(_events(service, job))
         return await unless_client_leaves(request.receive, _whole(service, job))
@@ -73,7 +73,7 @@ def completions_router(service: Service) -> APIRouter:
     return router
 
 
-async def _prepare(service: Service, body: CompletionRequest) -> _Job:
+async def _prepare(service: Service, body: CompletionRequest, trace: Mapping[str, str]) -> _Job:
     engine, tokenizer = service.engine, service.engine.tokenizer
     prompts: list[list[int]] = []
     echoes: list[str] = []
@@ -95,7 +95,15 @@ async def _prepare(service: Service, body: CompletionRequest) -> _Job:
     scored = body.logprobs if body.echo else None
     longest_s = service.settings.request_timeout_s
     requests = fan_out(
-        body, answer_id, prompts, limits, body.logprobs, grammar, prompt_logprobs=scored, longest_s=longest_s
+        body,
+        answer_id,
+        prompts,
+        limits,
+        body.logprobs,
+        grammar,
+        prompt_logprobs=scored,
+        longest_s=longest_s,
+        trace=trace,
     )
     return _Job(body, requests, echoes, sum(map(len, prompts)), head)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from splash.server.errors import ContextLengthError, engine_dead, engine_loading
 from splash.server.intake import Intake
 from splash.server.schemas import SamplingFields
 from splash.server.settings import ServerSettings
+from splash.server.tracing import HEADERS, Tracing
 
 if TYPE_CHECKING:
     from splash.engine.async_engine import AsyncEngine
@@ -33,12 +34,18 @@ class Service:
         settings: how the server presents itself.
         loaded: whether the engine has started.
         intake: counts the requests that are being served.
+        tracing: writes their spans, where anybody wants them.
     """
 
     engine: AsyncEngine
     settings: ServerSettings
     loaded: Callable[[], bool]
     intake: Intake
+    tracing: Tracing | None = None
+
+    def trace(self, headers: Mapping[str, str]) -> dict[str, str]:
+        """What of a request's headers says to which trace it belongs."""
+        return {name: headers[name] for name in HEADERS if name in headers} if self.tracing is not None else {}
 
     def check(self, asked_model: str | None) -> None:
         """Refuse what cannot be served now, or not by this model.
@@ -155,6 +162,7 @@ def fan_out(
     visible: frozenset[int] = frozenset(),
     prompt_logprobs: int | None = None,
     longest_s: float | None = None,
+    trace: Mapping[str, str] | None = None,
 ) -> list[GenerationRequest]:
     """The engine's requests: `n` for each prompt, in order of prompts. Choice i samples with seed + i.
 
@@ -168,6 +176,7 @@ def fan_out(
         visible: special tokens that output text shows.
         prompt_logprobs: as `logprobs`, for the prompts.
         longest_s: how long any request may take, in seconds; None is no limit.
+        trace: headers that say to which trace they belong.
 
     Raises:
         RequestError: a sampling parameter is out of range.
@@ -180,7 +189,9 @@ def fan_out(
             index = number * fields.n + sample
             params = fields.sampling(index, limits[number], logprobs, grammar, prompt_logprobs)
             id = f"{answer_id}-{index}"
-            requests.append(GenerationRequest(id, tuple(prompt), params, fields.priority, visible, timeout_s))
+            requests.append(
+                GenerationRequest(id, tuple(prompt), params, fields.priority, visible, timeout_s, trace=trace or {})
+            )
     return requests
 
 
@@ -193,7 +204,11 @@ def opened(service: Service, requests: Sequence[GenerationRequest]) -> Iterator[
         ApiError: there are too many requests.
     """
     with service.intake.taken(len(requests)), service.engine.open(requests) as stream:
-        yield stream
+        if service.tracing is None:
+            yield stream
+            return
+        with service.tracing.watching(requests, stream, lambda: service.engine.switch_events):
+            yield stream
 
 
 async def collect(service: Service, requests: Sequence[GenerationRequest]) -> list[Choice]:
