@@ -135,6 +135,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         for name in names:
             others_busy.append(busy_cores())
             turns[name].append(contest[name](args, prompts, cores))
+    move(os.getpid(), cores.ranks | cores.engine | cores.client)
 
     def middle(name: str, key: str, digits: int = 1) -> float:
         return round(statistics.median(turn[key] for turn in turns[name]), digits)
