@@ -29,6 +29,7 @@ from splash.core.errors import ConfigError, SplashError, WorkerError
 from splash.core.hardware import Hardware, calibrated
 from splash.core.layout import parse_layout
 from splash.engine.async_engine import AsyncEngine
+from splash.engine.collector import keep_from_collector
 from splash.engine.config import EngineConfig
 from splash.machine import with_description
 from splash.model.choice import ModelChoice
@@ -232,6 +233,7 @@ async def _serve(options: ServeOptions, config: EngineConfig, listener: socket.s
             _say("stopping before the model is loaded")
             return 0
         await loading
+        keep_from_collector()
         ready.set()
         _announce(options, bool(keys), engine, listener)
         await asyncio.wait((serving, dying, stopping), return_when=asyncio.FIRST_COMPLETED)
