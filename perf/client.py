@@ -1,7 +1,7 @@
 """A light client for OpenAI-compatible endpoints that stamps what is streamed as its bytes arrive.
 
 The machine that serves often runs the client too, so it does as little as it can while a stream runs: a protocol on
-the event loop, httptools for the framing, and all JSON after the stream has ended.
+uvloop, httptools for the framing, and all JSON after the stream has ended.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import ssl
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httptools
+import uvloop
 
 from splash.workload import Feed, Requests
 
@@ -112,8 +113,7 @@ class _Connection(asyncio.Protocol):
     """Carries one request at a time."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's does not inherit from it
         self._done: asyncio.Future[None] | None = None
 
     def send(self, request: bytes) -> asyncio.Future[None]:
@@ -318,7 +318,7 @@ def run(endpoint: Endpoint, calls: Sequence[Call], concurrency: int) -> list[Tim
     Raises:
         SystemExit: a call failed.
     """
-    timings = asyncio.run(drive(endpoint, calls, concurrency))
+    timings = uvloop.run(drive(endpoint, calls, concurrency))
     if failed := [timing.error for timing in timings if timing.error]:
         raise SystemExit(failed[0])
     return timings

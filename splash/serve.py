@@ -29,6 +29,7 @@ from splash.core.errors import ConfigError, SplashError, WorkerError
 from splash.core.hardware import Hardware, calibrated
 from splash.core.layout import parse_layout
 from splash.engine.async_engine import AsyncEngine
+from splash.engine.collector import keep_from_collector
 from splash.engine.config import EngineConfig
 from splash.machine import with_description
 from splash.model.choice import ModelChoice
@@ -37,6 +38,7 @@ from splash.server.auth import read_keys
 from splash.server.intake import Intake
 from splash.server.logs import LOGGER, configure_logging
 from splash.server.settings import ServerSettings
+from splash.server.tracing import Telemetry, make_tracing
 from splash.settings import build, compose, pick, usage
 
 _DEATH_POLL_S = 0.2
@@ -67,6 +69,7 @@ class ServeOptions:
     stalled_timeout_s: float = 60.0
     log_format: Literal["text", "json"] = "text"
     log_requests: bool = False
+    telemetry: Telemetry = dataclasses.field(default_factory=Telemetry)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -183,6 +186,7 @@ async def _serve(options: ServeOptions, config: EngineConfig, listener: socket.s
     _check_certificate(options)
     if not keys and not _is_loopback(listener):
         _say(f"warning: anybody who reaches {options.host} may use the model and change the layout; see api_key_file")
+    tracing = make_tracing(options.telemetry, os.environ, options.model.name, splash.__version__, _say)
     engine = AsyncEngine(config, _say)
     ready = asyncio.Event()
     settings = ServerSettings(
@@ -197,7 +201,7 @@ async def _serve(options: ServeOptions, config: EngineConfig, listener: socket.s
         log_requests=options.log_requests,
     )
     intake = Intake(options.max_concurrent_requests)
-    app = create_app(engine, settings, ready.is_set, intake)
+    app = create_app(engine, settings, ready.is_set, intake, tracing)
     server = _Server(
         uvicorn.Config(
             app,
@@ -229,6 +233,7 @@ async def _serve(options: ServeOptions, config: EngineConfig, listener: socket.s
             _say("stopping before the model is loaded")
             return 0
         await loading
+        keep_from_collector()
         ready.set()
         _announce(options, bool(keys), engine, listener)
         await asyncio.wait((serving, dying, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -251,6 +256,8 @@ async def _serve(options: ServeOptions, config: EngineConfig, listener: socket.s
         for task in (loading, dying, stopping):
             task.cancel()
         await engine.close()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
 
 
 async def _engine_error(engine: AsyncEngine) -> WorkerError:

@@ -24,6 +24,13 @@ settings.register_profile("ci", settings.get_profile("local"), derandomize=True,
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of the soak."""
+    group = parser.getgroup("soak")
+    group.addoption("--soak-seconds", type=float, default=600.0, help="length of the soak under -m soak")
+    group.addoption("--soak-summary", type=Path, help="write what the soak under -m soak found there, as JSON")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what needs a browser or hardware that is not here. torch is asked only when a test wants hardware."""
     if find_chromium() is None:

@@ -4,6 +4,7 @@
     ├── ConfigError          a launch option is wrong            (also a ValueError)
     ├── CheckpointError      a model directory cannot be served  (also a ValueError)
     ├── RequestError         a request cannot be served          (also a ValueError)
+    ├── GrammarError         an output could not be kept to its grammar
     ├── DeadlineError        a request was not done in its time
     ├── CapacityError        something does not fit in memory
     ├── PlatformUnavailable  the hardware asked for is not here
@@ -39,6 +40,10 @@ class RequestError(SplashError, ValueError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
+
+
+class GrammarError(SplashError):
+    """A request's output could not be kept to the grammar asked for; nobody else's output is affected."""
 
 
 class DeadlineError(SplashError):

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,10 @@ from splash.core.decision import Decision
 from splash.core.errors import DeadlineError, RequestError, SplashError, WorkerError
 from splash.engine.config import EngineConfig
 from splash.engine.engine import Engine, EngineStats
+from splash.engine.history import SwitchEvent
 from splash.engine.metrics import EngineMetrics
 from splash.engine.outputs import GenerationRequest, Live, RequestOutput
+from splash.engine.stream import Stream
 from splash.engine.tokenizer import Tokenizer
 from splash.model.config import ModelConfig
 from splash.switch.orders import SwitchRecord
@@ -26,7 +28,7 @@ IDLE_CHECK_S = 1.0  # how often an idle engine sees whether its ranks are alive
 @dataclass(frozen=True)
 class _Add:
     request: GenerationRequest
-    sink: asyncio.Queue[RequestOutput | SplashError]
+    stream: Stream
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class AsyncEngine:
         self._config = config
         self._progress = progress
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        self._sinks: dict[str, asyncio.Queue[RequestOutput | SplashError]] = {}
+        self._streams: dict[str, tuple[Stream, int]] = {}  # by request, with its number there
         self._waiters: set[asyncio.Future[Any]] = set()
         self._engine: Engine | None = None
         self._thread: threading.Thread | None = None
@@ -159,37 +161,37 @@ class AsyncEngine:
         self._commands.put(_Look(done))
         return await done
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
-        """Stream a request's outputs. Closing the iterator early aborts the request.
+    @contextlib.contextmanager
+    def open(self, requests: Sequence[GenerationRequest]) -> Iterator[Stream]:
+        """Serve requests. The stream brings their outputs; those that have not ended when it is left are aborted.
+
+        Their time, where they have one, is that of the first to be up.
 
         Raises:
-            RequestError: the request cannot be served.
-            DeadlineError: its time is up.
+            RequestError: an id is in use by a live request.
             WorkerError: the group died.
         """
         if self.error is not None:
             raise self.error
-        if request.id in self._sinks:
-            raise RequestError("request_id", f"{request.id!r} is in use by a live request")
-        sink: asyncio.Queue[RequestOutput | SplashError] = asyncio.Queue()
-        self._sinks[request.id] = sink
-        self._commands.put(_Add(request, sink))
-        timer = None if request.timeout_s is None else self._loop.call_later(request.timeout_s, _expire, sink, request)
-        finished = False
+        stream = Stream(len(requests))
+        limits = [request.timeout_s for request in requests if request.timeout_s is not None]
+        timer = self._loop.call_later(min(limits), _expire, stream, min(limits)) if limits else None
+        added: list[str] = []
         try:
-            while not finished:
-                item = await sink.get()
-                if isinstance(item, SplashError):
-                    finished = not isinstance(item, DeadlineError)
-                    raise item
-                finished = item.finish_reason is not None
-                yield item
+            for number, request in enumerate(requests):
+                if request.id in self._streams:
+                    raise RequestError("request_id", f"{request.id!r} is in use by a live request")
+                self._streams[request.id] = stream, number
+                added.append(request.id)
+                self._commands.put(_Add(request, stream))
+            yield stream
         finally:
             if timer is not None:
                 timer.cancel()
-            self._sinks.pop(request.id, None)
-            if not finished:
-                self._commands.put(_Abort(request.id))
+            for number, request_id in enumerate(added):
+                del self._streams[request_id]
+                if number not in stream.ends:
+                    self._commands.put(_Abort(request_id))
 
     async def switch(self, layout: str, method: str = "auto", *, rebalance: bool = False) -> SwitchRecord:
         """Change the layout, or the owners, while requests run. Returns when the switch has ended, however it did.
@@ -250,6 +252,11 @@ class AsyncEngine:
     def switch_history(self) -> list[SwitchRecord]:
         """The switches that have ended, oldest first."""
         return list(self._started.switcher.history)
+
+    @property
+    def switch_events(self) -> list[SwitchEvent]:
+        """The last switches that have ended and when, oldest first."""
+        return self._started.switch_events
 
     async def abort(self, request_id: str) -> None:
         """Stop a request; its stream ends with finish reason "abort"."""
@@ -315,7 +322,7 @@ class AsyncEngine:
             try:
                 engine.add_request(command.request)
             except SplashError as error:
-                self._loop.call_soon_threadsafe(command.sink.put_nowait, error)
+                self._loop.call_soon_threadsafe(command.stream.fail, error)
 
     def _switch(self, engine: Engine, command: _Switch) -> None:
         def finish(record: SwitchRecord) -> None:
@@ -327,20 +334,22 @@ class AsyncEngine:
             self._loop.call_soon_threadsafe(_fail, command.done, error)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
+        streams = self._streams
         for output in outputs:
-            sink = self._sinks.get(output.id)
-            if sink is not None:
-                sink.put_nowait(output)
+            found = streams.get(output.id)
+            if found is not None:
+                stream, number = found
+                stream.put(number, output)
 
     def _deliver_error(self, error: SplashError) -> None:
-        for sink in self._sinks.values():
-            sink.put_nowait(error)
+        for stream, _ in self._streams.values():
+            stream.fail(error)
         for waiter in list(self._waiters):
             _fail(waiter, error)
 
 
-def _expire(sink: asyncio.Queue[RequestOutput | SplashError], request: GenerationRequest) -> None:
-    sink.put_nowait(DeadlineError(f"the request was not done within {request.timeout_s:g} s"))
+def _expire(stream: Stream, timeout_s: float) -> None:
+    stream.fail(DeadlineError(f"the request was not done within {timeout_s:g} s"))
 
 
 def _succeed(future: asyncio.Future[Any], result: object = None) -> None:

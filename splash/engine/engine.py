@@ -15,7 +15,7 @@ from splash.core.request import TokenLogprob
 from splash.core.spec import DTYPE_BYTES, kv_format
 from splash.engine.config import EngineConfig
 from splash.engine.executor import LocalGroup
-from splash.engine.history import History
+from splash.engine.history import History, SwitchEvent
 from splash.engine.loop import Loop
 from splash.engine.memory import memory_lines
 from splash.engine.metrics import EngineMetrics, RequestTimes
@@ -98,6 +98,7 @@ class _Live:
             num_output_tokens=self.num_output,
             num_cached_tokens=self.num_cached,
             prompt_logprobs=prompt_logprobs,
+            times=None if finish_reason is None else self.times,
         )
 
 
@@ -408,6 +409,11 @@ class Engine:
             prefix_queried_tokens=self.scheduler.num_queried,
             prefix_hit_tokens=self.scheduler.num_hit,
         )
+
+    @property
+    def switch_events(self) -> list[SwitchEvent]:
+        """The last switches that have ended, oldest first. Any thread may ask."""
+        return self._history.events
 
     def live(self) -> Live:
         """The last minutes, and what each rank holds now."""

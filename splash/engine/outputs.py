@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
 from splash.core.request import SamplingParams, TokenLogprob
 from splash.engine.history import Sample, StepTime, SwitchEvent
+from splash.engine.metrics import RequestTimes
 from splash.engine.picture import Picture
 
 
@@ -24,6 +26,7 @@ class GenerationRequest:
         visible: special tokens that the output's text shows all the same.
         timeout_s: `AsyncEngine` drops the request after so long, in seconds; None never does.
         arrived: when it was made, by the monotonic clock.
+        trace: headers of W3C trace context that it came with.
     """
 
     id: str
@@ -33,11 +36,11 @@ class GenerationRequest:
     visible: frozenset[int] = frozenset()
     timeout_s: float | None = None
     arrived: float = field(default_factory=time.monotonic, compare=False)
+    trace: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
-@dataclass(frozen=True)
-class RequestOutput:
-    """What one step brought for one request.
+class RequestOutput(msgspec.Struct, frozen=True):
+    """What one step brought for one request. A struct, because there is one for each token.
 
     Concatenating `tokens`, `text` and `logprobs` over a request's outputs gives the whole. `text` is withheld while
     it may be part of a stop string or of an unfinished character, so it can be empty, or cover several tokens.
@@ -55,6 +58,7 @@ class RequestOutput:
         num_output_tokens: tokens generated so far.
         num_cached_tokens: tokens of the prompt that were not computed but found in the prefix cache.
         prompt_logprobs: in the first output, one for each token of the prompt after the first, where asked for.
+        times: with the last output, when the request came, was computed and brought its tokens.
     """
 
     id: str
@@ -67,6 +71,7 @@ class RequestOutput:
     num_output_tokens: int
     num_cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    times: RequestTimes | None = None
 
 
 class Live(msgspec.Struct, frozen=True, kw_only=True):

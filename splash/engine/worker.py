@@ -55,6 +55,7 @@ def _run(channel: Channel, launch: Launch) -> None:
 
     from splash.core.memory import ArenaGeometry
     from splash.core.spec import DTYPE_BYTES, kv_format
+    from splash.engine.collector import keep_from_collector
     from splash.engine.progress import ProgressBoard
     from splash.engine.runner import ModelRunner
     from splash.model.config import parse_model_config
@@ -83,6 +84,7 @@ def _run(channel: Channel, launch: Launch) -> None:
             launch.load_format,
             launch.graph_rows,
         )
+        keep_from_collector()
         memory = None if group.memory is None else group.memory()
         channel.send(
             Ready(

@@ -25,6 +25,7 @@ from splash.server.requests import Service, answer
 from splash.server.settings import ServerSettings
 from splash.server.streaming import ClientGone
 from splash.server.tokenize import tokenize_router
+from splash.server.tracing import Tracing
 
 if TYPE_CHECKING:
     from splash.engine.async_engine import AsyncEngine
@@ -35,6 +36,7 @@ def create_app(
     settings: ServerSettings,
     loaded: Callable[[], bool] = lambda: True,
     intake: Intake | None = None,
+    tracing: Tracing | None = None,
 ) -> FastAPI:
     """The HTTP application over an engine, whose start and end are the caller's.
 
@@ -43,10 +45,11 @@ def create_app(
         settings: how the server presents itself.
         loaded: whether the engine has started.
         intake: counts what is being served, for a caller that wants to know when all is done.
+        tracing: writes spans of requests; closed by the caller.
     """
     # The interactive pages would load scripts from elsewhere; the schema itself stays at /openapi.json.
     app = FastAPI(title="SPLASH", version=settings.version, docs_url=None, redoc_url=None, strict_content_type=False)
-    service = Service(engine, settings, loaded, intake or Intake(settings.max_concurrent_requests))
+    service = Service(engine, settings, loaded, intake or Intake(settings.max_concurrent_requests), tracing)
     install_handlers(app)
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.include_router(completions_router(service))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from splash.core.errors import RequestError
-from splash.engine.outputs import GenerationRequest
+from splash.engine.outputs import GenerationRequest, RequestOutput
 from splash.server.answers import ChatCompletion, documented
 from splash.server.chat_format import ChatFormat, Content, Part, Reply, Thought
 from splash.server.chat_schemas import ChatCompletionRequest
@@ -28,12 +28,12 @@ from splash.server.requests import (
     collect,
     fan_out,
     new_id,
+    opened,
     output_limit,
     renamed,
-    stream,
     usage,
 )
-from splash.server.streaming import DONE, EventStream, event, unless_client_leaves
+from splash.server.streaming import DONE, EventStream, event, event_of_text, unless_client_leaves
 from splash.server.tool_formats import ToolCall
 
 
@@ -60,7 +60,7 @@ def chat_router(service: Service) -> APIRouter:
         """Answer a conversation."""
         service.check(body.model)
         body.check()
-        job = await _prepare(service, body)
+        job = await _prepare(service, body, service.trace(request.headers))
         if body.stream:
             return EventStream(_events(service, job))
         return await unless_client_leaves(request.receive, _whole(service, job))
@@ -68,7 +68,7 @@ def chat_router(service: Service) -> APIRouter:
     return router
 
 
-async def _prepare(service: Service, body: ChatCompletionRequest) -> _Job:
+async def _prepare(service: Service, body: ChatCompletionRequest, trace: Mapping[str, str]) -> _Job:
     engine = service.engine
     limit_name = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
     answer_id = new_id("chatcmpl")
@@ -87,6 +87,7 @@ async def _prepare(service: Service, body: ChatCompletionRequest) -> _Job:
             conversation.grammar,
             format.visible,
             longest_s=service.settings.request_timeout_s,
+            trace=trace,
         )
     except RequestError as error:
         raise renamed(error, {"prompt": "messages", "max_tokens": limit_name}) from None
@@ -150,9 +151,9 @@ async def _events(service: Service, job: _Job) -> AsyncGenerator[bytes, None]:
     head = {**job.head, "object": "chat.completion.chunk"}
     tail = {"usage": None} if job.body.include_usage else {}
 
-    def chunk(index: int, delta: dict[str, Any], **more: Any) -> bytes:
+    def chunk(index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
-        return event({**head, "choices": [choice], **tail})
+        return {**head, "choices": [choice], **tail}
 
     def delta(index: int, part: Part) -> dict[str, Any]:
         if isinstance(part, ToolCall):
@@ -160,24 +161,37 @@ async def _events(service: Service, job: _Job) -> AsyncGenerator[bytes, None]:
             return {"tool_calls": [{"index": calls[index] - 1, **_call(part)}]}
         return {"reasoning_content" if isinstance(part, Thought) else "content": part.text}
 
-    async with aclosing(stream(service, job.requests)) as outputs:
-        async for index, output in outputs:
-            counts[index], cached[index] = output.num_output_tokens, output.num_cached_tokens
-            if index not in begun:
-                begun.add(index)
-                yield chunk(index, {"role": "assistant", "content": "", "refusal": None})
-            parts = replies[index].push(output.text)
-            if output.finish_reason is not None:
-                parts += replies[index].finish()
-            deltas = [delta(index, part) for part in parts]
-            if output.logprobs and not deltas:
-                deltas = [{"content": ""}]
-            for number, each in enumerate(deltas):
-                scores = chat_logprobs(tokenizer, output.logprobs) if job.body.logprobs and not number else None
-                yield chunk(index, each, logprobs=scores)
-            if output.finish_reason is not None:
-                reason = _finish_reason(output.finish_reason, replies[index])
-                yield chunk(index, {}, finish_reason=reason, stop_reason=output.stop_reason)
+    def parts_of(index: int, output: RequestOutput) -> Iterator[bytes]:
+        parts = replies[index].push(output.text)
+        if output.finish_reason is not None:
+            parts += replies[index].finish()
+        if job.body.logprobs and output.logprobs:
+            scores = chat_logprobs(tokenizer, output.logprobs)
+            first, *others = [delta(index, part) for part in parts] or [{"content": ""}]
+            yield event(chunk(index, first, logprobs=scores))
+            yield from (event(chunk(index, other)) for other in others)
+            return
+        for part in parts:
+            yield plain[index](part.text) if isinstance(part, Content) else event(chunk(index, delta(index, part)))
+
+    def content(index: int, text: str) -> dict[str, Any]:
+        return chunk(index, {"content": text})
+
+    plain = [event_of_text(functools.partial(content, index)) for index in range(len(job.requests))]
+    with opened(service, job.requests) as stream:
+        while outputs := await stream.take():
+            events = []
+            for index, output in outputs:
+                counts[index], cached[index] = output.num_output_tokens, output.num_cached_tokens
+                if index not in begun:
+                    begun.add(index)
+                    events.append(event(chunk(index, {"role": "assistant", "content": "", "refusal": None})))
+                events += parts_of(index, output)
+                if output.finish_reason is not None:
+                    reason = _finish_reason(output.finish_reason, replies[index])
+                    events.append(event(chunk(index, {}, finish_reason=reason, stop_reason=output.stop_reason)))
+            if events:
+                yield b"".join(events)
     if job.body.include_usage:
         counted = usage(job.num_prompt_tokens, counts, cached, job.body.n)
         yield event({**head, "choices": [], "usage": counted})

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,12 @@ from splash.server.requests import (
     collect,
     fan_out,
     new_id,
+    opened,
     output_limit,
-    stream,
     usage,
 )
 from splash.server.schemas import DEFAULT_COMPLETION_TOKENS, CompletionRequest
-from splash.server.streaming import DONE, EventStream, event, unless_client_leaves
+from splash.server.streaming import DONE, EventStream, event, event_of_text, unless_client_leaves
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def completions_router(service: Service) -> APIRouter:
         """Continue one prompt or several."""
         service.check(body.model)
         body.check()
-        job = await _prepare(service, body)
+        job = await _prepare(service, body, service.trace(request.headers))
         if body.stream:
             return EventStream(_events(service, job))
         return await unless_client_leaves(request.receive, _whole(service, job))
@@ -73,7 +73,7 @@ def completions_router(service: Service) -> APIRouter:
     return router
 
 
-async def _prepare(service: Service, body: CompletionRequest) -> _Job:
+async def _prepare(service: Service, body: CompletionRequest, trace: Mapping[str, str]) -> _Job:
     engine, tokenizer = service.engine, service.engine.tokenizer
     prompts: list[list[int]] = []
     echoes: list[str] = []
@@ -95,7 +95,15 @@ async def _prepare(service: Service, body: CompletionRequest) -> _Job:
     scored = body.logprobs if body.echo else None
     longest_s = service.settings.request_timeout_s
     requests = fan_out(
-        body, answer_id, prompts, limits, body.logprobs, grammar, prompt_logprobs=scored, longest_s=longest_s
+        body,
+        answer_id,
+        prompts,
+        limits,
+        body.logprobs,
+        grammar,
+        prompt_logprobs=scored,
+        longest_s=longest_s,
+        trace=trace,
     )
     return _Job(body, requests, echoes, sum(map(len, prompts)), head)
 
@@ -126,25 +134,36 @@ async def _whole(service: Service, job: _Job) -> Response:
 
 
 async def _events(service: Service, job: _Job) -> AsyncGenerator[bytes, None]:
-    """A chunk for every piece of text, one with the reason for each choice's end, then the token counts."""
+    """A chunk for every piece of text, one with the reason for each choice's end, then the token counts.
+
+    What a step brings for all choices comes together.
+    """
     echoes = list(job.echoes)
     counts, cached = [0] * len(job.requests), [0] * len(job.requests)
     logprobs = [CompletionLogprobs(service.engine.tokenizer) for _ in job.requests]
     tail = {"usage": None} if job.body.include_usage else {}
 
-    def chunk(index: int, text: str, scores: object, finish: str | None, reason: str | int | None) -> bytes:
+    def chunk(
+        index: int, text: str, scores: object = None, finish: str | None = None, reason: str | int | None = None
+    ) -> dict[str, Any]:
         choice = {"index": index, "text": text, "logprobs": scores, "finish_reason": finish, "stop_reason": reason}
-        return event({**job.head, "choices": [choice], **tail})
+        return {**job.head, "choices": [choice], **tail}
 
-    async with aclosing(stream(service, job.requests)) as outputs:
-        async for index, output in outputs:
-            counts[index], cached[index] = output.num_output_tokens, output.num_cached_tokens
-            text, echoes[index] = echoes[index] + output.text, ""
-            if text or output.logprobs:
-                scores = job.logprobs(index, logprobs[index], output)
-                yield chunk(index, text, scores, None, None)
-            if output.finish_reason is not None:
-                yield chunk(index, "", None, output.finish_reason, output.stop_reason)
+    plain = [event_of_text(functools.partial(chunk, index)) for index in range(len(job.requests))]
+    with opened(service, job.requests) as stream:
+        while outputs := await stream.take():
+            events = []
+            for index, output in outputs:
+                counts[index], cached[index] = output.num_output_tokens, output.num_cached_tokens
+                text, echoes[index] = echoes[index] + output.text, ""
+                if output.logprobs:
+                    events.append(event(chunk(index, text, job.logprobs(index, logprobs[index], output))))
+                elif text:
+                    events.append(plain[index](text))
+                if output.finish_reason is not None:
+                    events.append(event(chunk(index, "", None, output.finish_reason, output.stop_reason)))
+            if events:
+                yield b"".join(events)
     if job.body.include_usage:
         counted = usage(job.num_prompt_tokens, counts, cached, job.body.n)
         yield event({**job.head, "choices": [], "usage": counted})

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from splash.core.errors import CapacityError, ConfigError, DeadlineError, RequestError, SplashError
+from splash.core.errors import CapacityError, ConfigError, DeadlineError, GrammarError, RequestError, SplashError
 
 UNSUPPORTED = {
     "suffix": "inserting before a suffix is not supported",
@@ -112,6 +112,9 @@ def from_splash(error: SplashError) -> ApiError:
         return ApiError(400, str(error), param=error.field, code=code)
     if isinstance(error, DeadlineError):
         return ApiError(504, str(error), type="server_error", param="timeout", code="deadline_exceeded")
+    if isinstance(error, GrammarError):
+        message = f"the output cannot be kept to the format asked for: {error}"
+        return ApiError(400, message, code="grammar_failed")
     if isinstance(error, CapacityError):
         return ApiError(400, str(error), code="request_too_large")
     return ApiError(500, f"the engine failed: {error}", type="server_error", code="engine_error")
@@ -138,11 +141,6 @@ def engine_restarting() -> ApiError:
     return ApiError(
         503, "the ranks are being started anew", type="server_error", code="restarting", headers={"Retry-After": "5"}
     )
-
-
-def grammar_failed(reason: str) -> ApiError:
-    """The output could not be kept to the format asked for. Nobody else's output is affected."""
-    return ApiError(400, f"the output cannot be kept to the format asked for: {reason}", code="grammar_failed")
 
 
 def body_too_large(max_bytes: int) -> ApiError:

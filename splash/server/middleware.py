@@ -23,7 +23,8 @@ _VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}\Z")
 class RequestIds:
     """Every answer carries the request's `x-request-id`, or one made up where it brings none that is fit to log.
 
-    Others find it as `scope["state"]["request_id"]`.
+    Others find it as `scope["state"]["request_id"]`. This is the outermost of ours, and lays the server's own `send`
+    under `scope["state"]["send_part"]`: between here and a route, nothing looks at the parts of a body that streams.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -36,7 +37,7 @@ class RequestIds:
             return
         given = Headers(scope=scope).get(REQUEST_ID, "")
         request_id = given if _VALID_ID.match(given) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update(request_id=request_id, send_part=send)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.responses import Response
@@ -14,14 +14,15 @@ from starlette.responses import Response
 from splash.core.errors import RequestError
 from splash.core.request import TokenLogprob
 from splash.engine.outputs import GenerationRequest, RequestOutput
-from splash.server.errors import ContextLengthError, engine_dead, engine_loading, grammar_failed, model_not_found
+from splash.server.errors import ContextLengthError, engine_dead, engine_loading, model_not_found
 from splash.server.intake import Intake
 from splash.server.schemas import SamplingFields
 from splash.server.settings import ServerSettings
-from splash.server.streaming import merge
+from splash.server.tracing import HEADERS, Tracing
 
 if TYPE_CHECKING:
     from splash.engine.async_engine import AsyncEngine
+    from splash.engine.stream import Stream
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,18 @@ class Service:
         settings: how the server presents itself.
         loaded: whether the engine has started.
         intake: counts the requests that are being served.
+        tracing: writes their spans, where anybody wants them.
     """
 
     engine: AsyncEngine
     settings: ServerSettings
     loaded: Callable[[], bool]
     intake: Intake
+    tracing: Tracing | None = None
+
+    def trace(self, headers: Mapping[str, str]) -> dict[str, str]:
+        """What of a request's headers says to which trace it belongs."""
+        return {name: headers[name] for name in HEADERS if name in headers} if self.tracing is not None else {}
 
     def check(self, asked_model: str | None) -> None:
         """Refuse what cannot be served now, or not by this model.
@@ -155,6 +162,7 @@ def fan_out(
     visible: frozenset[int] = frozenset(),
     prompt_logprobs: int | None = None,
     longest_s: float | None = None,
+    trace: Mapping[str, str] | None = None,
 ) -> list[GenerationRequest]:
     """The engine's requests: `n` for each prompt, in order of prompts. Choice i samples with seed + i.
 
@@ -168,6 +176,7 @@ def fan_out(
         visible: special tokens that output text shows.
         prompt_logprobs: as `logprobs`, for the prompts.
         longest_s: how long any request may take, in seconds; None is no limit.
+        trace: headers that say to which trace they belong.
 
     Raises:
         RequestError: a sampling parameter is out of range.
@@ -180,40 +189,40 @@ def fan_out(
             index = number * fields.n + sample
             params = fields.sampling(index, limits[number], logprobs, grammar, prompt_logprobs)
             id = f"{answer_id}-{index}"
-            requests.append(GenerationRequest(id, tuple(prompt), params, fields.priority, visible, timeout_s))
+            requests.append(
+                GenerationRequest(id, tuple(prompt), params, fields.priority, visible, timeout_s, trace=trace or {})
+            )
     return requests
 
 
-async def stream(
-    service: Service, requests: Sequence[GenerationRequest]
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Outputs of all requests as they come, with the number of the request. Closing it aborts them.
+@contextlib.contextmanager
+def opened(service: Service, requests: Sequence[GenerationRequest]) -> Iterator[Stream]:
+    """What the engine brings for requests. Leaving it aborts those that have not ended.
 
     Raises:
         SplashError: a request is refused, its time is up, or the engine died.
-        ApiError: there are too many requests, or the grammar of one could not be followed.
+        ApiError: there are too many requests.
     """
-    generate = service.engine.generate
-    with service.intake.taken(len(requests)):
-        outputs = [cast("AsyncGenerator[RequestOutput, None]", generate(request)) for request in requests]
-        async with aclosing(cast("AsyncGenerator[tuple[int, RequestOutput], None]", merge(outputs))) as merged:
-            async for index, output in merged:
-                if output.finish_reason == "error":
-                    raise grammar_failed(str(output.stop_reason))
-                yield index, output
+    with service.intake.taken(len(requests)), service.engine.open(requests) as stream:
+        if service.tracing is None:
+            yield stream
+            return
+        with service.tracing.watching(requests, stream, lambda: service.engine.switch_events):
+            yield stream
 
 
 async def collect(service: Service, requests: Sequence[GenerationRequest]) -> list[Choice]:
     """The whole outputs of all requests.
 
     Raises:
-        SplashError: a request is refused, its time is up, or the engine died.
-        ApiError: there are too many requests, or the grammar of one could not be followed.
+        SplashError: a request is refused, its time is up, its grammar cannot be followed, or the engine died.
+        ApiError: there are too many requests.
     """
     choices = [Choice() for _ in requests]
-    async with aclosing(stream(service, requests)) as outputs:
-        async for index, output in outputs:
-            choices[index].take(output)
+    with opened(service, requests) as stream:
+        while outputs := await stream.take():
+            for index, output in outputs:
+                choices[index].take(output)
     return choices
 
 

@@ -1,9 +1,10 @@
-"""Server-sent events, several outputs merged into one stream, and work that ends when the client leaves."""
+"""Server-sent events, and work that ends when the client leaves."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -12,11 +13,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from splash.core.errors import SplashError
-from splash.engine.outputs import RequestOutput
 from splash.server.errors import ApiError, from_splash, shutting_down
 
 DONE = b"data: [DONE]\n\n"
 Result = TypeVar("Result")
+_HOLE = uuid.uuid4().hex  # nothing that anybody says
+_encode = msgspec.json.Encoder().encode
 
 
 class ClientGone(Exception):
@@ -26,6 +28,13 @@ class ClientGone(Exception):
 def event(data: Any) -> bytes:
     """One server-sent event carrying JSON."""
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+def event_of_text(data: Callable[[str], Any]) -> Callable[[str], bytes]:
+    """`event(data(text))` as a function of the text, where nothing else of it changes: the rest is encoded once."""
+    before, hole, after = event(data(_HOLE)).partition(_encode(_HOLE))
+    assert hole, "the text is part of the data"
+    return lambda text: before + _encode(text) + after
 
 
 async def unless_client_leaves(receive: Receive, work: Awaitable[Result]) -> Result:
@@ -61,45 +70,6 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """Outputs of several streams as they come, each with its stream's number.
-
-    An error in one ends all. However this ends, every stream is closed before it returns.
-    """
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for output in only:
-                yield 0, output
-        return
-    queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue()
-
-    async def pump(number: int, stream: AsyncGenerator[RequestOutput, None]) -> None:
-        try:
-            async with aclosing(stream):
-                async for output in stream:
-                    queue.put_nowait((number, output))
-        except Exception as error:  # raised again by the reader
-            queue.put_nowait((number, error))
-        else:
-            queue.put_nowait((number, None))
-
-    pumps = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
-    try:
-        running = len(pumps)
-        while running:
-            number, item = await queue.get()
-            if item is None:
-                running -= 1
-            elif isinstance(item, Exception):
-                raise item
-            else:
-                yield number, item
-    finally:
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
-
-
 class EventStream(Response):
     """A streamed answer. Its status is sent with the first event, so that a request refused before has a proper error.
 
@@ -117,8 +87,9 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until they end or the client leaves."""
+        send_part = scope["state"]["send_part"]
         try:
-            await unless_client_leaves(receive, self._send_all(send))
+            await unless_client_leaves(receive, self._send_all(send, send_part))
         except ClientGone:
             return
         except (ApiError, SplashError) as error:
@@ -126,16 +97,13 @@ class EventStream(Response):
             if not self._started:
                 await failure.response()(scope, receive, send)
                 return
-            await self._send(send, event(failure.body()))
+            await send({"type": "http.response.body", "body": event(failure.body()), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send, send_part: Send) -> None:
         async with aclosing(self._events) as events:
             async for item in events:
                 if not self._started:
                     self._started = True
                     await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                await self._send(send, item)
-
-    async def _send(self, send: Send, item: bytes) -> None:
-        await send({"type": "http.response.body", "body": item, "more_body": True})
+                await send_part({"type": "http.response.body", "body": item, "more_body": True})

@@ -235,6 +235,43 @@ def test_a_dead_rank_is_replaced_under_a_stream(checkpoint: Path) -> None:
         assert not any(map(alive, ranks))
 
 
+def test_spent_restarts_are_told_at_once_and_end_the_server(checkpoint: Path) -> None:
+    body = {"prompt": "hello", "max_tokens": 1900, "stream": True, "ignore_eos": True}
+    with serving(f"model.path={checkpoint}", "ranks=2", "max_restarts=1") as running:
+        first = ranks_of(running)
+        with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            os.kill(first[0], signal.SIGKILL)
+            while running.health()["restarts"] == 0 or readiness(running) != "ready":
+                pass
+            members = family(running.process.pid)
+            os.kill(ranks_of(running)[1], signal.SIGKILL)
+            deadline = time.monotonic() + NOTICE_TIMEOUT_S
+            while readiness(running) not in ("engine_dead", "refused"):
+                assert time.monotonic() < deadline, "it does not say that it is over"
+            with contextlib.suppress(httpx.HTTPError):
+                end = "".join(lines)
+                assert "rank 1 was killed by signal 9; restarts are spent (1 in 600 s)" in end
+                assert "[DONE]" not in end
+        assert running.process.wait(STOP_TIMEOUT_S) == 1, running.lines
+        assert any(line.startswith("splash: the engine died") for line in running.lines), running.lines
+        assert not any(map(alive, [*first, *members]))
+
+
+def ranks_of(server: Process) -> list[int]:
+    return [pid for pid in family(server.process.pid) if b"splash.engine.worker" in cmdline(pid)]
+
+
+def readiness(server: Process) -> str:
+    """What /ready says: "ready", the code of why not, or "refused" where nobody listens any more."""
+    try:
+        response = httpx.get(f"{server.url}/ready", timeout=NOTICE_TIMEOUT_S)
+    except (httpx.NetworkError, httpx.RemoteProtocolError):
+        return "refused"
+    return response.json()["status"] if response.status_code == 200 else response.json()["error"]["code"]
+
+
 def healthy(server: Process) -> bool:
     """Whether probes are told that all is well. A server that stops refuses the connection."""
     try:

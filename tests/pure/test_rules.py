@@ -18,6 +18,7 @@ MAX_LINES = 500
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 IMPORT_NAMES = {"hydra-core": {"hydra", "omegaconf"}, "nvidia-ml-py": {"pynvml"}, "flashinfer-python": {"flashinfer"}}
 IMPORT_NAMES |= {"amd-aiter": {"aiter"}, "prometheus-client": {"prometheus_client"}}
+IMPORT_NAMES |= {"opentelemetry-sdk": {"opentelemetry"}}
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|NotImplementedError)\b")
 UNSAFE = re.compile(r"\b(pickle|torch\.load|trust_remote_code)\b|(?<![\w.])(eval|exec)\(")
 
@@ -100,7 +101,7 @@ def test_sources_are_finished_and_run_nobody_elses_code(pattern: re.Pattern[str]
 def test_every_import_is_a_declared_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    requirements = project["dependencies"] + extras["cuda"] + extras["rocm"]
+    requirements = project["dependencies"] + extras["cuda"] + extras["rocm"] + extras["otlp"]
     distributions = {re.split(r"[\s<>=!~;\[]", requirement)[0] for requirement in requirements}
     declared = set().union(*(IMPORT_NAMES.get(name, {name}) for name in distributions))
     found = {f"{path.relative_to(ROOT)}: {name}" for path in SOURCES for name in third_party_imports(path) - declared}

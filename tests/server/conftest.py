@@ -7,7 +7,8 @@ import contextlib
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,9 +27,10 @@ from splash.core.layout import LAYOUTS, check_layout, parse_layout
 from splash.core.request import SamplingParams, TokenLogprob
 from splash.engine.engine import EngineStats
 from splash.engine.history import Sample, StepTime, SwitchEvent
-from splash.engine.metrics import EngineMetrics
+from splash.engine.metrics import EngineMetrics, RequestTimes
 from splash.engine.outputs import GenerationRequest, Live, RequestOutput
 from splash.engine.picture import picture
+from splash.engine.stream import Stream
 from splash.engine.text import OutputText
 from splash.engine.tokenizer import Tokenizer
 from splash.scheduler.config import SchedulerConfig
@@ -122,6 +124,10 @@ class ScriptedEngine:
         pages = (8,) * self.ranks
         return EngineStats(self.layout, len(self.running), 0, pages, pages, 0, 0, 0, 0, 0)
 
+    @property
+    def switch_events(self) -> list[SwitchEvent]:
+        return self.events
+
     async def live(self) -> Live:
         self.looks += 1
         geometry = tiny_geometry(self.ranks, 8, 4, 16, 32)
@@ -139,21 +145,30 @@ class ScriptedEngine:
             step_times={self.layout: StepTime(2.5, 9.5, 100)},
         )
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+    @contextlib.contextmanager
+    def open(self, requests: Sequence[GenerationRequest]) -> Iterator[Stream]:
         if self.error is not None:
             raise self.error
-        self.requests.append(request)
-        self.running.add(request.id)
-        finished = False
+        stream = Stream(len(requests))
+        self.requests += requests
+        self.running |= {request.id for request in requests}
+        tasks = [asyncio.create_task(self._bring(stream, *item)) for item in enumerate(requests)]
+        try:
+            yield stream
+        finally:
+            for task in tasks:
+                task.cancel()
+            self.running -= {request.id for request in requests}
+            if len(stream.ends) < len(requests):
+                self.aborted.set()
+
+    async def _bring(self, stream: Stream, number: int, request: GenerationRequest) -> None:
         try:
             async for output in self._outputs(request):
                 await asyncio.sleep(0)
-                finished = output.finish_reason is not None
-                yield output
-        finally:
-            self.running.discard(request.id)
-            if not finished:
-                self.aborted.set()
+                stream.put(number, output)
+        except SplashError as error:
+            stream.fail(error)
 
     async def _outputs(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
         params, prompt = request.params, request.prompt
@@ -161,6 +176,8 @@ class ScriptedEngine:
         fail = self.tokenizer.backend.token_to_id("<|fail|>")
         script = None if self.script is None else self.tokenizer.encode(self.script, add_special_tokens=False)
         text = OutputText(self.tokenizer, prompt, params.stop, visible=request.visible)
+        times = RequestTimes(request.arrived)
+        times.started = time.monotonic()
         for count in range(1, params.max_tokens + 1):
             if silent in prompt or (count == 2 and hang in prompt):
                 self.hanging.set()
@@ -188,8 +205,19 @@ class ScriptedEngine:
             scored: tuple[TokenLogprob, ...] = ()
             if count == 1 and (num := params.prompt_logprobs) is not None:
                 scored = tuple(TokenLogprob(t, -0.25, tuple((t + i, -0.25) for i in range(num))) for t in prompt[1:])
+            times.last = time.monotonic()
+            times.first = times.first or times.last
             yield RequestOutput(
-                request.id, (token,), piece, scores, finish, stop, len(prompt), count, prompt_logprobs=scored
+                request.id,
+                (token,),
+                piece,
+                scores,
+                finish,
+                stop,
+                len(prompt),
+                count,
+                prompt_logprobs=scored,
+                times=times if finish is not None else None,
             )
             if finish is not None:
                 return
@@ -278,10 +306,10 @@ class Served:
 def serving(engine: ScriptedEngine, grace_s: int | None = None, **options: Any) -> Iterator[Served]:
     """Serve an engine on a free port, on a thread of its own."""
     loaded = options.pop("loaded", lambda: True)
-    api_key = options.pop("api_key", None)
+    api_key, tracing = options.pop("api_key", None), options.pop("tracing", None)
     if api_key is not None:
         options["api_keys"] = (ApiKey(api_key, admin=True),)
-    app = create_app(engine, ServerSettings("scripted", "1.2.3", **options), loaded)  # type: ignore[arg-type]
+    app = create_app(engine, ServerSettings("scripted", "1.2.3", **options), loaded, tracing=tracing)  # type: ignore[arg-type]
     server = _Server(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=grace_s))
     server.listening = threading.Event()
     listener = socket.create_server(("127.0.0.1", 0))
