@@ -130,7 +130,8 @@ def test_layouts_that_changed_meanwhile_are_events(served: Any, exporter: Export
     served.engine.events.append(event(1, time.monotonic()))
     body = {**BODY, "prompt": "<|hang|>", "stream": True, "echo": True}
     with served.http.stream("POST", "/v1/completions", json=body) as response:
-        assert next(response.iter_lines()).startswith("data: ")
+        lines = response.iter_lines()  # the connection is closed when nobody holds it
+        assert next(lines).startswith("data: ")
         served.engine.events.append(event(2, time.monotonic()))
     (span,) = exporter.wait()
     (switch,) = span.events
