@@ -10,7 +10,8 @@ case, in an order that turns from round to round. Planning, sending, sampling an
 clients of the offline engine see them; HTTP is not.
 
 Prefill is the tokens of all prompts over the time until every request has its first token. A decode step is the median
-time between two answers of the ranks once all requests are past their first token.
+time between two answers of the ranks that each bring every request a token; where prefill takes more steps than there
+are tokens out, so that all never decode together, there is none.
 
 The ceiling beside a decode step is the bytes that it must read over the rate of a copy, which `--copy-gb-s` takes from
 `perf.step`; beside prefill it is the model's own operations over the rate of a large product (`--product-tflops`).
@@ -52,7 +53,7 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class Turn:
-    """One layout through one case, in seconds: of prefill, in all, and of each step that only decoded."""
+    """One layout through one case, in seconds: of prefill, in all, and of each step in which all requests decoded."""
 
     prefill: float
     total: float
@@ -71,18 +72,20 @@ def serve(engine: Engine, case: Case, seed: int) -> Turn:
         engine.add_request(GenerationRequest(f"{seed}-{number}", tuple(prompt), params))
         waiting.add(f"{seed}-{number}")
     prefill = last = 0.0
-    steps = []
+    before, steps = 0, []
     while engine.has_work:
         outputs = engine.step()
         now = time.perf_counter() - started
         if not outputs:
             continue
-        if not waiting:
-            steps.append(now - last)
-        elif not (waiting := waiting - {output.id for output in outputs}):
+        tokens = sum(len(output.tokens) > 0 for output in outputs)
+        if waiting:
+            waiting -= {output.id for output in outputs}
             prefill = now
-        last = now
-    return Turn(prefill, last, tuple(steps[:-1]))  # the last answer ends every request at once
+        elif tokens == before == case.requests:
+            steps.append(now - last)
+        last, before = now, tokens
+    return Turn(prefill, last, tuple(steps))
 
 
 def measure(engine: Engine, layouts: Sequence[str], cases: Sequence[Case], rounds: int) -> dict[tuple[str, Case], Any]:
@@ -100,20 +103,20 @@ def measure(engine: Engine, layouts: Sequence[str], cases: Sequence[Case], round
                 figures = summarise(case, [turn])
                 line = (
                     f"round {number + 1} {layout:>4} {case!s:>14}: prefill {figures['prefill_tok_s']:,.0f} tok/s, in "
-                    f"all {figures['total_tok_s']:,.0f} tok/s, between tokens {figures['step_ms']:.2f} ms"
+                    f"all {figures['total_tok_s']:,.0f} tok/s, between tokens {_cell(figures['step_ms'], 2)} ms"
                 )
                 print(line, file=sys.stderr, flush=True)
     return turns
 
 
-def summarise(case: Case, turns: Sequence[Turn]) -> dict[str, float]:
+def summarise(case: Case, turns: Sequence[Turn]) -> dict[str, float | None]:
     """Medians over the rounds."""
     steps = [seconds for turn in turns for seconds in turn.steps]
     prefill, total = (statistics.median(getattr(turn, name) for turn in turns) for name in ("prefill", "total"))
     return {
         "prefill_tok_s": round(case.requests * case.input / prefill, 1),
         "total_tok_s": round(case.requests * (case.input + case.output) / total, 1),
-        "step_ms": round(statistics.median(steps) * 1e3, 3) if steps else float("nan"),
+        "step_ms": round(statistics.median(steps) * 1e3, 3) if steps else None,
     }
 
 
@@ -132,7 +135,6 @@ def ceilings(engine: Engine, case: Case, dtype: str, args: argparse.Namespace) -
 
 def print_table(rows: Sequence[dict[str, Any]], layouts: Sequence[str]) -> None:
     """A table a figure: cases down, layouts across, the ceiling last."""
-    nothing = float("nan")
     for figure, unit, digits in (
         ("total_tok_s", "tok/s in all", 0),
         ("prefill_tok_s", "tok/s of prefill", 0),
@@ -140,8 +142,12 @@ def print_table(rows: Sequence[dict[str, Any]], layouts: Sequence[str]) -> None:
     ):
         print(f"\n{unit:>18}" + "".join(f"{name:>10}" for name in (*layouts, "ceiling")))
         for row in rows:
-            values = [row["layouts"][name][figure] for name in layouts] + [row["ceiling"].get(figure, nothing)]
-            print(f"{row['case']:>18}" + "".join(f"{value:10,.{digits}f}" for value in values))
+            values = [row["layouts"][name][figure] for name in layouts] + [row["ceiling"].get(figure)]
+            print(f"{row['case']:>18}" + "".join(f"{_cell(value, digits):>10}" for value in values))
+
+
+def _cell(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def case_of(text: str) -> Case:

@@ -67,6 +67,7 @@ class StepBench:
         directory = model.name if model.path is None else str(resolve_model_path(model.path))
         self._group = LocalGroup(config, directory, contents, platform, ranks, self.geometry)
         self._group.start(spec.max_position_embeddings)
+        self._draw = np.random.default_rng(0)
         self._step = 0
         self._request = 0
         self._release: tuple[int, ...] = ()
@@ -126,7 +127,9 @@ class StepBench:
                 tuple(free[rank].pop() if holds else NO_SLOT for rank, holds in enumerate(row)) for row in held.tolist()
             )
             sample = number < load.num_sampled
-            queries.append(Query(self._request, start, (1,) * rows, owner, sample, pages))
+            # Different tokens, or a router would send all rows to the same experts.
+            tokens = tuple(self._draw.integers(0, geometry.spec.vocab_size, rows).tolist())
+            queries.append(Query(self._request, start, tokens, owner, sample, pages))
             new.append(NewRequest(self._request, (1,), SamplingParams(temperature=0.0, ignore_eos=True), 0))
             self._request += 1
         return queries, new
