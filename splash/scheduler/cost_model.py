@@ -150,9 +150,11 @@ class CostModel:
         assert layout in self.layouts, f"{self.ranks} ranks cannot serve in {layout}"
         return self._cheapest(layout, load, self._after_attention(load.num_rows, load.num_sampled))[0]
 
-    def switch(self, source: Layout, target: Layout, load: StepLoad, method: Method) -> SwitchCost:
+    def switch(
+        self, source: Layout, target: Layout, load: StepLoad, method: Method, cached_pages: int = 0
+    ) -> SwitchCost:
         """The cost of going on with `load` in another layout; see `splash.scheduler.switch_cost`."""
-        return switch_cost(self, source, target, load, method)
+        return switch_cost(self, source, target, load, method, cached_pages)
 
     def planned_geometry(self, mem_fraction: float = 1.0) -> ArenaGeometry:
         """The largest arenas that the hardware's memory has room for beside other weights and the reserve.

@@ -241,7 +241,7 @@ class Forecaster:
             steps = max(0.0, steps - prefill.steps)
         return seconds
 
-    def recompute_s(self, layout: Layout, outlook: Outlook, tokens: int) -> float:
+    def recompute_s(self, layout: Layout, outlook: Outlook, tokens: float) -> float:
         """Seconds to compute, in `layout`, what of the outlook's prompts would have been found in `tokens` of cache."""
         lost, lane = min(float(tokens), outlook.found_tokens), self._lanes[layout]
         prefills = outlook.prefills(lane.has_owners)

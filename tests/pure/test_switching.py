@@ -51,7 +51,7 @@ def target_state(
     used = [{row[rank] for row in known.values()} for rank in range(pool.ranks)]
     usable = [np.array([slot not in used[rank] for slot in range(count)]) for rank, count in enumerate(slots)]
     moved = [(request.held, held[request.id]) for request in scheduler.running if request.held is not None]
-    survivors = cache.survivors(layout, [(old, new.owner) for old, new in moved], usable)
+    survivors = cache.survivors(layout, [(old, new.owner) for old, new in moved], usable, {})
     free, kept = [], []
     for rank, count in enumerate(slots):
         kept.append([page.slots[rank] for page in survivors if page.slots[rank] != NO_SLOT])
