@@ -107,11 +107,6 @@ class Scheduler:
         """Some of the waiting requests, the first ones among them, in no particular order."""
         return self._waiting.sample(limit)
 
-    @property
-    def tokens_per_rank(self) -> list[int]:
-        """Context tokens of the running requests that each rank owns."""
-        return list(self._tokens)
-
     def add(
         self, id: int, prompt: Sequence[int], params: SamplingParams, seed: int, priority: int = 0, keys: Keys = ()
     ) -> None:

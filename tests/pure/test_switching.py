@@ -212,7 +212,7 @@ def test_switches_that_commit_or_fail_lose_nothing(
         raise AssertionError("livelock")
     assert not live
     assert scheduler.pool.num_free == list(slots)
-    assert scheduler.tokens_per_rank == [0] * len(slots)
+    assert scheduler._tokens == [0] * len(slots)
     scheduler.add(num_requests, [1], greedy(max_tokens=1), 0)
     drain(scheduler, group)
     assert set(group.history) == set(group.tables) == {num_requests}, "the ranks were not told to forget the others"
