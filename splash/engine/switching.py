@@ -204,12 +204,13 @@ class Switcher:
         cache, ranks = self._scheduler.pool, self._geometry.ranks
         if not (active.takes_cache and any(cache.num_idle)):
             return Moved(occupancy, tuple(owners), ())
+        # What is copied ahead fills slots of the pool as well, and those are counted as wanted.
+        held = occupancy.pages_wanted(self.layout, occupancy.owners, ranks)
         wanted = occupancy.pages_wanted(active.target, owners, ranks)
-        used = [total - free for total, free in zip(cache.num_total, cache.num_free, strict=True)]
         slots = [len(self._geometry.page_slots(active.target, rank)) for rank in range(ranks)]
         room = [
             min(own, total) - before - after
-            for own, total, before, after in zip(slots, cache.num_total, used, wanted, strict=True)
+            for own, total, before, after in zip(slots, cache.num_total, held, wanted, strict=True)
         ]
         chains = tuple(cache.chains(active.target, room, MOST_TAKEN_ALONG))
         if not chains:
