@@ -278,9 +278,9 @@ def _serial(paper: Rows) -> str:
     rates = ", ".join(f"{rate:,.0f} tokens/s in {NAMES[name]}" for name, rate in eight.items())
     return (
         "DOP admits what the paper says it admits. But prefill is nearly all of the time of such a burst, and there "
-        f"memory decides nothing: a burst of 8, which fits in every layout, runs at {rates} on DCU. What DOP gains is a "
-        "wave of decodes less, and what its prefill takes longer, as the table of stages above shows, is more than that "
-        "wherever it is behind."
+        f"memory decides nothing: a burst of 8, which fits in every layout, runs at {rates} on DCU. What DOP gains is "
+        "a wave of decodes less, and what its prefill takes longer, as the table of stages above shows, is more than "
+        "that wherever it is behind."
     )
 
 
