@@ -132,8 +132,10 @@ def _situation(running: list[Request], now: float, layout: Layout) -> Situation:
         num_waiting=0,
         used_T=[pages if layout.kv is KV.REPLICATED else pages // RANKS] * RANKS,
         idle_T=[0] * RANKS,
+        num_wanted=0,
         num_queried=0,
         num_hit=0,
+        num_lost=0,
         live=lambda: running,
     )
 

@@ -1,7 +1,7 @@
 """How fast the simulator is, and how right: `python -m perf.simulator [--against-engine] [--out FILE]`.
 
     python -m perf.simulator                            request-steps a second at several batches and on a trace
-    python -m perf.simulator --requests 1000000         the same for a long open workload
+    python -m perf.simulator --requests 1000000         one long open workload, with progress
     python -m perf.simulator --against-engine           simulated against measured time on this machine
 
 A request-step is one request in one step. Speed is processor time of one core, so that a busy machine shows less. The
@@ -42,6 +42,8 @@ from splash.settings import build, compose
 from splash.workload import Requests, load
 
 BATCHES = (1, 8, 64, 256)
+PROGRESS_S = 10.0  # between lines that say how far a long run is
+AIM = 50_000  # request-steps a second
 CEILING_STEP_S = 0.02  # of the executor that answers at once: how requests arrive meanwhile hardly matters
 MODEL = "builtin:scribe"
 PRESSURE_GIB = 0.03  # arenas that hold about a dozen requests of the mixed case
@@ -138,20 +140,46 @@ def speed(requests: Requests, layout: str, repeats: int) -> dict[str, Any]:
     }
 
 
-def measure_speed(repeats: int, count: int | None) -> dict[str, Any]:
+def measure_long(count: int) -> dict[str, Any]:
+    """Request-steps a second over `count` requests that arrive as independent users', once, with progress."""
+    requests = load("poisson", [f"workload.num_requests={count}", "workload.rate=20"]).requests()
+    began, told = time.process_time(), time.perf_counter()
+
+    def progress(finished: int, now_s: float) -> None:
+        nonlocal told
+        if time.perf_counter() - told >= PROGRESS_S:
+            told = time.perf_counter()
+            seconds = time.process_time() - began
+            print(f"{finished:>9} of {count} in {seconds:.0f} s, {now_s:.0f} s simulated", file=sys.stderr, flush=True)
+
+    result = simulate(virtual_config("dp"), requests, progress=progress)
+    seconds = time.process_time() - began
+    rate = result.request_steps / seconds
+    print(
+        f"{count} requests, {result.request_steps} request-steps of {result.seconds:.0f} s in {seconds:.0f} s: "
+        f"{rate:.0f} a second, {rate / AIM:.2f} of the aim"
+    )
+    return {
+        "model": "deepseek_v3",
+        "hardware": "b200 x 8",
+        "aim_request_steps_per_s": AIM,
+        "requests": count,
+        "request_steps": result.request_steps,
+        "steps": result.steps,
+        "virtual_s": round(result.seconds, 1),
+        "seconds": round(seconds, 1),
+        "request_steps_per_s": round(rate),
+    }
+
+
+def measure_speed(repeats: int) -> dict[str, Any]:
     """All of the speed part."""
     cases: dict[str, tuple[Requests, str]] = {}
-    if count is not None:
-        cases[f"poisson {count}"] = (
-            load("poisson", [f"workload.num_requests={count}", "workload.rate=20"]).requests(),
-            "dp",
-        )
-    else:
-        for batch in BATCHES:
-            options = [f"num_requests={max(4 * batch, 16)}", f"concurrency={batch}"]
-            cases[f"batch {batch}"] = load("fixed", [f"workload.{option}" for option in options]).requests(), "dp"
-        cases["trace"] = load("trace").requests(), "tp"
-        cases["agentic"] = load("agentic").requests(), "dp"
+    for batch in BATCHES:
+        options = [f"num_requests={max(4 * batch, 16)}", f"concurrency={batch}"]
+        cases[f"batch {batch}"] = load("fixed", [f"workload.{option}" for option in options]).requests(), "dp"
+    cases["trace"] = load("trace").requests(), "tp"
+    cases["agentic"] = load("agentic").requests(), "dp"
     rows = {}
     for name, (requests, layout) in cases.items():
         row = rows[name] = speed(requests, layout, repeats)
@@ -162,7 +190,7 @@ def measure_speed(repeats: int, count: int | None) -> dict[str, Any]:
             f"scheduler alone {rates['scheduler_alone']:>7}; {row['over_scheduler_alone']:.2f} of that ceiling",
             flush=True,
         )
-    return {"model": "deepseek_v3", "hardware": "b200 x 8", "rows": rows}
+    return {"model": "deepseek_v3", "hardware": "b200 x 8", "aim_request_steps_per_s": AIM, "rows": rows}
 
 
 # --- against the engine ---
@@ -301,7 +329,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against-engine", action="store_true", help="simulated against measured time")
     parser.add_argument("--calibration", help="file of python -m splash.calibrate; left out, calibrates first")
-    parser.add_argument("--requests", type=int, help="requests of a long open workload, in the place of the usual ones")
+    parser.add_argument(
+        "--requests", type=int, help="requests of one long open workload, in the place of the usual cases"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="turns of each contender")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     args = parser.parse_args()
@@ -311,7 +341,8 @@ def main() -> int:
         result = measure_against_engine(args.calibration, args.repeats, say)
         report("simulator_against_engine", {"others_busy_cores": busy, **result}, args.out)
         return 0 if result["same_schedule"] else 1
-    report("simulator", {"others_busy_cores": busy, **measure_speed(args.repeats, args.requests)}, args.out)
+    result = measure_speed(args.repeats) if args.requests is None else measure_long(args.requests)
+    report("simulator", {"others_busy_cores": busy, **result}, args.out)
     return 0
 
 

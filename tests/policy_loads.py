@@ -59,8 +59,10 @@ def situation(
         num_waiting=len(waiting) if num_waiting is None else num_waiting,
         used_T=used,
         idle_T=[idle_pages] * ranks,
+        num_wanted=idle_pages * ranks,
         num_queried=num_queried,
         num_hit=num_hit,
+        num_lost=0,
         live=lambda: [*running, *waiting],
     )
 

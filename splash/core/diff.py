@@ -87,7 +87,7 @@ def diff(src: State, dst: State, idle: Bools | None = None) -> Diff:
     Args:
         src: the state now.
         dst: the state wanted.
-        idle: bool [pages], cached pages that no request uses. They never move: one stays where what is resident
+        idle: bool [pages], cached pages that no request uses and nobody takes along: one stays where what is resident
             already satisfies `dst`, and is dropped everywhere otherwise.
     """
     assert src.ranks == dst.ranks and src.num_pages == dst.num_pages

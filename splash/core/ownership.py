@@ -159,7 +159,3 @@ class State:
     def held_pages(self, rank: int) -> npt.NDArray[np.intp]:
         """The pages that `rank` holds, ascending."""
         return np.flatnonzero(self.page_holders[:, rank])
-
-    def held_head_groups(self, rank: int) -> npt.NDArray[np.intp]:
-        """The head groups of every module that `rank` holds, ascending."""
-        return np.flatnonzero(self.weight_holders[:, rank])

@@ -225,7 +225,7 @@ class ModelRunner:
         """Run `plan` in the target state of a switch. What this rank keeps changes only once every layer is there."""
         manifest = order.manifest
         handoff = Handoff(manifest, self._geometry, self._group, order.layerwise)
-        own_tables = {request: self._tables.slots(request) for request in manifest.requests}
+        own_tables = {request: self._tables.slots(request) for request in manifest.requests if request >= 0}
         handoff.agree(own_tables, copied_ahead=self._failed_ahead != order.switch)
         tables = PageTables(self._group.size, manifest.target_tables())
         tables.release(plan.released)  # a request that moves may lose its pages to another in this very step

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from splash.core.decision import Decision
 from splash.core.errors import CapacityError, ConfigError
 from splash.core.layout import KV, Layout, Projections, check_layout
 from splash.core.memory import ArenaGeometry
-from splash.core.pages import HeldPages, PagePool
+from splash.core.pages import HeldPages, PagePool, PageTable
 from splash.core.step import NO_SLOT
 from splash.engine.ahead import AheadCopies
 from splash.engine.messages import Run
 from splash.scheduler.owners import balance_owners
-from splash.scheduler.prefix_cache import PrefixCache
+from splash.scheduler.prefix_cache import MOST_TAKEN_ALONG, Chain, PrefixCache
 from splash.scheduler.request import Rebase
 from splash.scheduler.scheduler import Scheduler
 from splash.switch.checks import validate
@@ -29,6 +29,21 @@ from splash.switch.manifest import Occupancy, Planned, count, page_flags, plan_s
 from splash.switch.orders import METHODS, SwitchOrder, SwitchOutcome, SwitchRecord
 
 HISTORY = 1000
+
+
+@dataclass(frozen=True, eq=False)
+class Moved:
+    """What a switch moves.
+
+    Attributes:
+        occupancy: the running requests, then the chains, which stand for requests of negative ids.
+        owners: owner after the switch of each.
+        chains: idle pages of the cache.
+    """
+
+    occupancy: Occupancy
+    owners: tuple[int, ...]
+    chains: tuple[Chain, ...]
 
 
 @dataclass(eq=False)
@@ -41,6 +56,8 @@ class _Active:
     done: Callable[[SwitchRecord], None]
     owners: dict[int, int] = field(default_factory=dict)  # chosen so far, where the switch chooses them
     may_copy_ahead: bool = True
+    takes_cache: bool = True  # whether idle pages of the cache are taken along
+    chains: tuple[Chain, ...] = ()  # that the last plan takes along
     ahead: AheadCopies | None = None
     commit_next: bool = False
     before: Rebase | None = None
@@ -182,6 +199,35 @@ class Switcher:
             idle=self._scheduler.pool.idle_slots(target),
         )
 
+    def _with_chains(self, active: _Active, occupancy: Occupancy, owners: Sequence[int]) -> Moved:
+        """What moves: running requests, and of the idle pages of the cache what there is room for."""
+        cache, ranks = self._scheduler.pool, self._geometry.ranks
+        if not (active.takes_cache and any(cache.num_idle)):
+            return Moved(occupancy, tuple(owners), ())
+        # What is copied ahead fills slots of the pool as well, and those are counted as wanted.
+        held = occupancy.pages_wanted(self.layout, occupancy.owners, ranks)
+        wanted = occupancy.pages_wanted(active.target, owners, ranks)
+        slots = [len(self._geometry.page_slots(active.target, rank)) for rank in range(ranks)]
+        room = [
+            min(own, total) - before - after
+            for own, total, before, after in zip(slots, cache.num_total, held, wanted, strict=True)
+        ]
+        chains = tuple(cache.chains(active.target, room, MOST_TAKEN_ALONG))
+        if not chains:
+            return Moved(occupancy, tuple(owners), ())
+        page_size = self._geometry.page_size
+        along = {page for chain in chains for page in chain.pages}
+        extended = Occupancy(
+            layout=occupancy.layout,
+            requests=occupancy.requests + tuple(range(-1, -1 - len(chains), -1)),
+            owners=occupancy.owners + tuple(chain.pages[-1].place for chain in chains),
+            written=occupancy.written + tuple(len(chain.pages) * page_size for chain in chains),
+            tables=occupancy.tables + tuple(PageTable(ranks, [page.slots for page in chain.pages]) for chain in chains),
+            pages=(occupancy.pages or ()) + tuple([page.id for page in chain.pages] for chain in chains),
+            idle=cache.idle_slots(active.target, along),
+        )
+        return Moved(extended, (*owners, *(chain.owner for chain in chains)), chains)
+
     def _owners(self, active: _Active, occupancy: Occupancy) -> tuple[int, ...]:
         """Owners after the switch: the same where pages are with their owner already, else balanced anew."""
         if not active.rebalance and (self.layout.kv is KV.REQUEST or active.target.kv is not KV.REQUEST):
@@ -194,16 +240,31 @@ class Switcher:
         return tuple(owners)
 
     def _plan(self, active: _Active) -> Planned:
+        """Plan what is to move now, without the idle pages of the cache where they would be in the way."""
+        started = self._clock()
         occupancy = self._occupancy(active.target)
         owners = self._owners(active, occupancy)
-        started = self._clock()
-        epoch = self._scheduler.epoch
-        if active.ahead is not None:
-            planned = active.ahead.plan(occupancy, owners, epoch)
-        else:
-            planned = plan_switch(occupancy, active.target, owners, self._geometry, epoch)
+        moved = self._with_chains(active, occupancy, owners)
+        try:
+            planned = self._plan_moved(active, moved)
+            in_the_way = bool(moved.chains) and not planned.manifest.abandonable
+        except CapacityError:
+            if not moved.chains:
+                raise
+            in_the_way = True
+        if in_the_way:
+            active.takes_cache = False
+            moved = Moved(occupancy, owners, ())
+            planned = self._plan_moved(active, moved)
+        active.chains = moved.chains
         active.record.planning_ms = (self._clock() - started) * 1e3
         return planned
+
+    def _plan_moved(self, active: _Active, moved: Moved) -> Planned:
+        epoch = self._scheduler.epoch
+        if active.ahead is not None:
+            return active.ahead.plan(moved.occupancy, moved.owners, epoch)
+        return plan_switch(moved.occupancy, active.target, moved.owners, self._geometry, epoch)
 
     def _start(self, active: _Active) -> None:
         """Choose the method, or see whether a switch that waits for room has it now."""
@@ -272,8 +333,9 @@ class Switcher:
     def _copy_ahead(self, active: _Active, ahead: AheadCopies, run: Run) -> Run:
         """Add to a step what is copied after it."""
         occupancy = self._occupancy(active.target)
+        moved = self._with_chains(active, occupancy, self._owners(active, occupancy))
         try:
-            order, done = ahead.next(occupancy, self._owners(active, occupancy), self._scheduler.epoch, self.step_bytes)
+            order, done = ahead.next(moved.occupancy, moved.owners, self._scheduler.epoch, self.step_bytes)
         except CapacityError:
             order, done = None, True
         active.commit_next = done or order is None
@@ -302,7 +364,7 @@ class Switcher:
             self._wait(active, shortage)
             return None
         manifest = planned.manifest
-        active.before = self._scheduler.rebase(*self._target_pages(active.target, planned))
+        active.before = self._scheduler.rebase(*self._target_pages(active.target, planned, active.chains))
         active.planned = planned
         self._scheduler.holds_admission = False
         record.status = "committing"
@@ -313,19 +375,24 @@ class Switcher:
         plan = self._scheduler.schedule() or self._scheduler.schedule_empty()
         return Run(plan, switch=SwitchOrder(record.id, manifest, layerwise=record.method == "layerwise"))
 
-    def _target_pages(self, target: Layout, planned: Planned) -> tuple[PrefixCache, dict[int, HeldPages]]:
+    def _target_pages(
+        self, target: Layout, planned: Planned, chains: Sequence[Chain]
+    ) -> tuple[PrefixCache, dict[int, HeldPages]]:
         """The pages after a switch, with all of the cache that can be kept, and those of each running request."""
         geometry, cache, manifest = self._geometry, self._scheduler.pool, planned.manifest
         before = {request.id: request.held for request in self._scheduler.running if request.held is not None}
         held = {
             id: HeldPages(owner, geometry.ranks, planned.tables[id], before[id].ids)
             for id, owner in zip(manifest.requests, manifest.owners, strict=True)
+            if id >= 0
         }
+        along = [(chain, planned.tables[-1 - number]) for number, chain in enumerate(chains)]
         usable = [page_flags(geometry, target, rank) for rank in range(geometry.ranks)]
         for rank, flags in enumerate(usable):
-            for pages in held.values():
-                flags[pages.table.slots_on(rank)] = False
-        survivors = cache.survivors(target, [(before[id], pages.owner) for id, pages in held.items()], usable)
+            for table in (*(pages.table.slots_cT for pages in held.values()), *(table for _, table in along)):
+                flags[table[table[:, rank] != NO_SLOT, rank]] = False
+        owners = [(before[id], pages.owner) for id, pages in held.items()]
+        survivors = cache.survivors(target, owners, usable, cache.arrived(target, along))
         withheld = [slots.tolist() for slots in planned.withheld]
         for page in survivors:
             for rank, slot in enumerate(page.slots):

@@ -142,6 +142,7 @@ class CostPolicy:
         if not (situation.running or situation.num_waiting) or not self._restraint.is_due(situation.now):
             return None
         self._arrivals.found(situation.num_queried, situation.num_hit)
+        self._arrivals.lost(situation.now, situation.num_lost)
         outlook = self._forecaster.look(situation, self._arrivals, self._outputs)
         seconds = self._forecaster.seconds(situation.layout, outlook, outlook.skew)
         self._restraint.rest(situation.now, seconds * REST_SHARE)
@@ -174,11 +175,18 @@ class CostPolicy:
                 continue
             keeps_owners = layout.kv is KV.REQUEST and target.kv is KV.REQUEST
             seconds = self._forecaster.seconds(target, outlook, outlook.skew if keeps_owners else None)
+            seconds += self._forecaster.recompute_s(target, outlook, self._not_found(situation, target, outlook))
             offers.append(_Offer(target, False, seconds))
         # New requests even ranks out for nothing.
         if layout.kv is KV.REQUEST and not situation.num_waiting and len(situation.running) > 1:
             offers.append(_Offer(layout, True, self._forecaster.seconds(layout, outlook, None)))
         return sorted(offers, key=lambda offer: offer.seconds), infeasible
+
+    def _not_found(self, situation: Situation, target: Layout, outlook: Outlook) -> float:
+        """Tokens of the outlook's prompts that are found now, and would not be in `target` for want of room."""
+        wanted = situation.num_wanted_idle
+        missing = wanted - self._room.for_idle(situation, target)
+        return outlook.found_tokens * missing / wanted if missing > 0 else 0.0
 
     def _average_leads(self, now: float, seconds: float, offers: list[_Offer]) -> dict[str, float]:
         """By offer, its lead averaged over `settle_s`. What has just become possible begins with none."""
@@ -242,15 +250,19 @@ class CostPolicy:
             owners = np.array(balance_owners(situation.pages_n.tolist(), slots), dtype=np.int64)
             skew = skew_of(owners, situation.length_n, situation.ranks)
             offer = replace(offer, seconds=self._forecaster.seconds(offer.target, outlook, skew))
-        lost = 0 if offer.rebalance else situation.idle_tokens_lost(offer.target)
-        recompute_s = self._forecaster.recompute_s(offer.target, outlook, lost)
+        along, recompute_s = 0, 0.0
+        if not offer.rebalance and situation.moves_idle(offer.target):
+            along = self._room.taken_along(situation, offer.target)
+            # What was released last is taken along, and is the likeliest to be found.
+            lost = max(0, situation.num_wanted_idle - along) * situation.page_size
+            recompute_s = self._forecaster.recompute_s(offer.target, outlook, lost)
         step_s = facts.seconds / outlook.steps
         prices = []
         for method in WAYS:
             if offer.rebalance:
                 cost = rebalance_cost(model, offer.target, load, owners, method)
             else:
-                cost = model.switch(facts.layout, offer.target, load, method)
+                cost = model.switch(facts.layout, offer.target, load, method, along)
             delay_s = 0.0
             if cost.background_s:
                 received = max(kv + weights for kv, weights in zip(cost.kv_bytes, cost.weight_bytes, strict=True))

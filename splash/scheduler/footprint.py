@@ -50,6 +50,12 @@ class Footprint:
         both = np.bincount(load.owner_q, own_q, ranks).astype(np.int64)
         return cls(ranks, int(pages_q.sum()), owned, striped_qT.sum(axis=0), both)
 
+    @classmethod
+    def even(cls, pages: int, ranks: int) -> Footprint:
+        """The footprint of so many pages spread evenly over owners and numbers."""
+        share, both = np.full(ranks, -(-pages // ranks)), np.full(ranks, -(-pages // ranks**2))
+        return cls(ranks, pages, share, share, both)
+
     def held(self, layout: Layout) -> Ints:
         """int64 [T], pages that each rank holds in `layout`."""
         match layout.kv:

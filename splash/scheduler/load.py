@@ -9,17 +9,13 @@ Shape suffixes: q queries, T ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from splash.core.layout import KV, Layout
 from splash.core.step import StepPlan
-from splash.scheduler.chunks import share_rows
-from splash.scheduler.request import Request
 
 Ints = npt.NDArray[np.int64]
 
@@ -45,38 +41,6 @@ class StepLoad:
 
     def __post_init__(self) -> None:
         assert self.ranks >= 1 and len(self.owner_q) == len(self.rows_q) == len(self.start_q)
-
-    @classmethod
-    def of_requests(cls, requests: Sequence[Request], layout: Layout, ranks: int, max_rows: int) -> StepLoad:
-        """The step that the scheduler would plan of running requests: one row of each that decodes, then chunks.
-
-        Args:
-            requests: running requests in order of service, as `Scheduler.running`.
-            layout: that the step runs in.
-            ranks: T.
-            max_rows: most rows of a step.
-        """
-        count = len(requests)
-        # One list of all three columns: numpy converts it four times faster than it iterates.
-        columns = [request.num_computed for request in requests]
-        columns += [len(request.tokens) for request in requests]
-        columns += [request.held.owner for request in requests if request.held is not None]
-        assert len(columns) == 3 * count, "running requests hold pages"
-        start, length, owner = np.array(columns, dtype=np.int64).reshape(3, count)
-        left = length - start
-        if count == 0 or int(left.max()) == 1:
-            return cls(ranks, owner, left, start, count)
-        singles = left <= 1
-        budget = max(0, max_rows - int(singles.sum()))
-        chunks = np.flatnonzero(~singles)
-        rows = left.copy()
-        chunk_owner, busy_T = None, []
-        if layout.kv is KV.REQUEST:
-            chunk_owner, busy_T = owner[chunks].tolist(), np.bincount(owner[singles], minlength=ranks).tolist()
-        priorities = [requests[at].priority for at in chunks.tolist()]
-        rows[chunks] = share_rows(left[chunks].tolist(), priorities, budget, chunk_owner, busy_T)
-        used = rows > 0
-        return cls(ranks, owner[used], rows[used], start[used], int((used & (rows == left)).sum()))
 
     @classmethod
     def of_plan(cls, plan: StepPlan, ranks: int) -> StepLoad:
@@ -147,11 +111,6 @@ class StepLoad:
     def context_q(self) -> Ints:
         """int64 [q], keys that the last row sees: positions cached after the step."""
         return self.start_q + self.rows_q
-
-    @cached_property
-    def queries_T(self) -> list[int]:
-        """[T], queries by owner."""
-        return self._by_owner(None, self.owner_q)
 
     # --- singles ---
 

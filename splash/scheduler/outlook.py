@@ -124,6 +124,7 @@ class Outlook:
         decode_steps: that each request takes, half of them in either batch.
         shared: steps that carry chunks as well, of the backlog and of what comes, where every rank takes part in them.
         owned: the same where owners alone compute their chunks, at once.
+        lost_tokens: that are preempted in it, and computed again, where memory does not suffice for all.
         found_tokens: of its prompts, that need not be computed as long as the prefix cache has them.
         page_share: pages of requests over those that they would hold if none were shared.
         skew: of the owners now.
@@ -135,6 +136,7 @@ class Outlook:
     decode_steps: float
     shared: tuple[Prefill, ...]
     owned: tuple[Prefill, ...]
+    lost_tokens: float
     found_tokens: float
     page_share: float
     skew: Skew
@@ -221,6 +223,7 @@ class Forecaster:
             decode_steps=steps,
             shared=tuple(both[False]),
             owned=tuple(both[True]),
+            lost_tokens=arrivals.lost_rate * max(steps * step_s, prefill_s),
             found_tokens=crowd.found_tokens(steps, step_s),
             page_share=share,
             skew=skew,
@@ -230,8 +233,10 @@ class Forecaster:
     def seconds(self, layout: Layout, outlook: Outlook, skew: Skew | None) -> float:
         """How long the outlook takes in `layout` with owners of that skew, None for even ones."""
         lane, seconds, steps, batch = self._lanes[layout], 0.0, 0.0, 1.0
+        is_tight = False
         for phase in (outlook.last, outlook.first):
             batch = self._batch(lane, phase, outlook.page_share)
+            is_tight |= batch < phase.requests
             waves = outlook.decode_steps / 2 * phase.requests / batch
             shape = outlook.shapes.of(phase, round(batch), lane.has_owners, skew)
             seconds += waves * lane.times.seconds(shape)[lane.index]
@@ -239,18 +244,21 @@ class Forecaster:
         for prefill in outlook.prefills(lane.has_owners):
             seconds += self._prefill(lane, prefill, outlook.shapes, outlook.first, batch, steps)
             steps = max(0.0, steps - prefill.steps)
-        return seconds
+        return seconds + self._rows_s(lane, outlook, outlook.lost_tokens if is_tight else 0.0)
 
-    def recompute_s(self, layout: Layout, outlook: Outlook, tokens: int) -> float:
+    def recompute_s(self, layout: Layout, outlook: Outlook, tokens: float) -> float:
         """Seconds to compute, in `layout`, what of the outlook's prompts would have been found in `tokens` of cache."""
-        lost, lane = min(float(tokens), outlook.found_tokens), self._lanes[layout]
+        return self._rows_s(self._lanes[layout], outlook, min(float(tokens), outlook.found_tokens))
+
+    def _rows_s(self, lane: _Lane, outlook: Outlook, rows: float) -> float:
+        """Seconds that so many more rows of prompts take, as the last of the outlook's do."""
         prefills = outlook.prefills(lane.has_owners)
-        if not (lost and prefills):
+        if not (rows and prefills):
             return 0.0
         batch = self._batch(lane, outlook.first, outlook.page_share)
         prefill = prefills[-1]
         seconds = self._prefill(lane, prefill, outlook.shapes, outlook.first, batch, prefill.steps)
-        return seconds * lost / (prefill.steps * prefill.chunks * prefill.rows)
+        return seconds * rows / (prefill.steps * prefill.chunks * prefill.rows)
 
     def _prefills(
         self, crowd: Crowd, arrivals: Arrivals, steps: float, step_s: float, has_owners: bool

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,6 +24,8 @@ from splash.core.pages import HeldPages, HolderTable, PagePool
 from splash.core.step import NO_SLOT
 
 KEY_BYTES = 16
+KEEP = 1 - 2.0**-14  # what a release is worth after the next
+MOST_TAKEN_ALONG = 1 << 13  # idle pages that a switch moves: to plan more would take longer than a step
 
 Keys = Sequence[bytes]  # of a request's first pages
 
@@ -66,6 +68,19 @@ class CachedPage:
         self.ranks = tuple([rank for rank, slot in enumerate(self.slots) if slot != NO_SLOT])
 
 
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """Pages that a switch takes along for whoever may ask for them: the first pages of a prompt, up to an idle one.
+
+    Attributes:
+        pages: in page order; those that requests hold as well are among them.
+        owner: owner rank of the requests that are to find them where the target keeps pages by request, else 0.
+    """
+
+    pages: tuple[CachedPage, ...]
+    owner: int
+
+
 class PrefixCache(PagePool):
     """The pages of a group in one layout, shared by content. Without `enter` nothing is ever shared."""
 
@@ -84,6 +99,8 @@ class PrefixCache(PagePool):
         self._idle: list[OrderedDict[int, CachedPage]] = [OrderedDict() for _ in slots]
         self._num_idle = [0] * self.ranks
         self._clock = 0
+        # Of the last releases, older ones worth less: how many, and for how many releases pages were idle until found.
+        self._releases, self._waits = 0.0, 0.0
 
     # --- what requests do ---
 
@@ -134,6 +151,7 @@ class PrefixCache(PagePool):
             assert page.place == self._place(held.owner) and page.number == len(held.ids)
             if not page.refs:
                 self._leave_idle(page)
+                self._waits += self._clock - page.released
             page.refs += 1
             held.ids.append(page.id)
             for rank in page.ranks:
@@ -166,6 +184,14 @@ class PrefixCache(PagePool):
     @property
     def num_free(self) -> list[int]:
         return [free + idle for free, idle in zip(super().num_free, self._num_idle, strict=True)]
+
+    @property
+    def num_wanted(self) -> int:
+        """About how many idle pages, copies included, somebody will find before they are evicted.
+
+        By Little's law: as many as are found a release, times the releases that they are idle for until then.
+        """
+        return round(self._waits / self._releases) if self._releases else 0
 
     def grow(self, held: HeldPages, count: int) -> bool:
         while not super().grow(held, count):
@@ -211,9 +237,10 @@ class PrefixCache(PagePool):
 
     # --- idle pages ---
 
-    def idle_slots(self, target: Layout | None = None) -> tuple[np.ndarray, ...]:
-        """By rank, the slots of idle pages, int64; only of those that `target` could use where they lie, if given."""
-        idle = [page for queue in self._idle for page in queue.values()]
+    def idle_slots(self, target: Layout | None = None, but: Container[CachedPage] = ()) -> tuple[np.ndarray, ...]:
+        """By rank, the slots of idle pages, int64, but for some pages; only of those that `target` could use where they
+        lie, if given."""
+        idle = [page for queue in self._idle for page in queue.values() if page not in but]
         slots = np.array([page.slots for page in idle], dtype=np.int64).reshape(-1, self.ranks)
         if target is not None:
             numbers = np.array([page.number for page in idle], dtype=np.int64)
@@ -242,6 +269,8 @@ class PrefixCache(PagePool):
 
     def _become_idle(self, page: CachedPage) -> None:
         self._clock += 1
+        self._releases = self._releases * KEEP + 1.0
+        self._waits *= KEEP
         page.released = self._clock
         self._queue(page)[page.id] = page
         for rank in page.ranks:
@@ -264,15 +293,79 @@ class PrefixCache(PagePool):
 
     # --- switches ---
 
+    def chains(self, target: Layout, room: Sequence[int], most: int) -> list[Chain]:
+        """What a switch should take along of the idle pages: those released last, each with all pages before it.
+
+        Args:
+            target: the layout wanted.
+            room: by rank, slots that they may fill, before and after the switch together.
+            most: pages in all, at most.
+        """
+        idle = [page for queue in self._idle for page in queue.values()]
+        inner = {(page.parent, page.place) for page in idle}
+        leaves = [page for page in idle if (page.key, page.place) not in inner]
+        holders = [HolderTable(target, owner, self.ranks) for owner in range(self.ranks)]
+        counted: set[tuple[int, int]] = set()  # (id, owner)
+        left, chains = list(room), []
+        for leaf in sorted(leaves, key=lambda page: page.released, reverse=True):
+            pages: list[CachedPage] = []
+            page: CachedPage | None = leaf
+            while page is not None:
+                pages.append(page)
+                page = self._by_key.get((page.parent, page.place))
+            if pages[-1].parent:
+                continue  # a page before it is gone, so nobody would find it
+            owner = 0
+            if target.kv is KV.REQUEST:
+                owner = leaf.place if self.layout.kv is KV.REQUEST else leaf.key[0] % self.ranks
+            more = [page for page in pages if (page.id, owner) not in counted]
+            takes = [0] * self.ranks
+            for page in more:
+                wanted = holders[owner].of(page.number)
+                for rank in wanted if page.refs else {*page.ranks, *wanted}:
+                    takes[rank] += 1
+            if len(counted) + len(more) > most or any(take > have for take, have in zip(takes, left, strict=True)):
+                break
+            counted.update((page.id, owner) for page in more)
+            left = [have - take for have, take in zip(left, takes, strict=True)]
+            chains.append(Chain(tuple(reversed(pages)), owner))
+        return chains
+
+    def arrived(
+        self, target: Layout, chains: Iterable[tuple[Chain, np.ndarray]]
+    ) -> dict[tuple[bytes, int], CachedPage]:
+        """Pages that a switch takes along, as they are in `target`, by (key, place).
+
+        Args:
+            target: the layout.
+            chains: each with its slots there, int32 [pages, T].
+        """
+        pages: dict[tuple[bytes, int], CachedPage] = {}
+        for chain, slots_cT in chains:
+            place = chain.owner if target.kv is KV.REQUEST else 0
+            for page, slots in zip(chain.pages, map(tuple, slots_cT.tolist()), strict=True):
+                if (page.key, place) not in pages:
+                    pages[page.key, place] = CachedPage(
+                        page.key, page.parent, page.number, page.id, place, slots, 0, page.released
+                    )
+        return pages
+
     def survivors(
-        self, target: Layout, owners: Iterable[tuple[HeldPages, int]], usable: Sequence[np.ndarray]
+        self,
+        target: Layout,
+        owners: Iterable[tuple[HeldPages, int]],
+        usable: Sequence[np.ndarray],
+        taken_along: Mapping[tuple[bytes, int], CachedPage],
     ) -> list[CachedPage]:
-        """The idle pages that can stay, as they are in `target`: they never move, so each must lie where one is wanted.
+        """The idle pages that are there after a switch, as they are in `target`, next to be evicted first.
+
+        Those that are not taken along do not move, so each must lie where one is wanted.
 
         Args:
             target: the layout wanted.
             owners: the pages that each running request holds now, and its owner there.
-            usable: by rank, bool [slots], where they may lie.
+            usable: by rank, bool [slots], where those may lie that are not taken along.
+            taken_along: see `arrived`.
         """
         by_request = target.kv is KV.REQUEST
         there: dict[bytes, set[int]] = {b"": set(range(self.ranks if by_request else 1))}  # key -> places
@@ -282,10 +375,13 @@ class PrefixCache(PagePool):
                 live = self._by_id.get((id, place))
                 if live is not None:
                     there.setdefault(live.key, set()).add(owner if by_request else 0)
+        kept = [page for (key, place), page in taken_along.items() if place not in there.get(key, ())]
+        for page in kept:
+            there.setdefault(page.key, set()).add(page.place)
         holders = [HolderTable(target, owner, self.ranks) for owner in range(self.ranks)]
         idle = [page for queue in self._idle for page in queue.values()]
-        kept = []
-        for page in sorted(idle, key=lambda page: page.number):
+        along = {key for key, _ in taken_along}
+        for page in sorted((page for page in idle if page.key not in along), key=lambda page: page.number):
             # Without the page before it, it would never be found. First pages are dealt out over the places.
             known = there.get(page.key, set())
             places = [place for place in there.get(page.parent, ()) if place not in known]
@@ -312,6 +408,7 @@ class PrefixCache(PagePool):
             survivors: idle pages, which this pool has withheld.
         """
         self._next_id, self._clock = max(self._next_id, before._next_id), before._clock
+        self._releases, self._waits = before._releases, before._waits
         for old, new in moved:
             place, old_place = self._place(new.owner), before._place(old.owner)
             for number, id in enumerate(new.ids):

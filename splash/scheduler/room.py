@@ -10,6 +10,7 @@ from splash.core.capacity import page_slots
 from splash.core.layout import KV, Layout
 from splash.core.memory import ArenaGeometry
 from splash.scheduler.footprint import received_weight_bytes
+from splash.scheduler.prefix_cache import MOST_TAKEN_ALONG
 from splash.scheduler.situation import Situation
 
 
@@ -38,6 +39,23 @@ class Room:
             return lambda pages: float(ranks * max(1, int(fewest / pages)))
         slots = fewest * (ranks if layout.kv is KV.POSITION else 1)
         return lambda pages: float(max(1, int(slots / pages)))
+
+    def for_idle(self, situation: Situation, target: Layout) -> int:
+        """About how many idle pages have room in `target` beside those of the running requests."""
+        copies = self._ranks if target.kv is KV.REPLICATED else 1
+        return max(0, self._total[target] // copies - situation.num_pages)
+
+    def taken_along(self, situation: Situation, target: Layout) -> int:
+        """About how many idle pages a switch to `target` can move with the running requests.
+
+        Before and after the switch together, all that is there has to lie in slots that are for pages on both sides.
+        """
+        fewest = min(self._fewest[situation.layout], self._fewest[target])
+        if target.kv is KV.REPLICATED:
+            left = fewest - situation.num_pages * (1 + 1 / self._ranks)
+        else:
+            left = fewest * self._ranks - 2 * situation.num_pages
+        return max(0, min(sum(situation.idle_T), MOST_TAKEN_ALONG, int(left)))
 
     def used_share(self, layout: Layout, pages: int) -> float:
         """The share of its slots that the fullest rank would use for so many pages, balanced as well as can be."""
@@ -79,8 +97,8 @@ class Room:
         footprint = situation.footprint
         received = int(footprint.received(source, target).max())
         staged = received * geometry.slot_bytes + weights
-        slots = min(self._fewest[source], self._fewest[target])
-        spare = slots - max(int(footprint.held(source).max()), most)
+        # Slots for pages on both sides, in which nothing lies yet.
+        spare = min(self._fewest[source], self._fewest[target]) - int(footprint.held(source).max())
         if staged > self._staging_bytes and spare < received:
             return f"a switch would stage {staged} bytes a layer, and a rank has {self._staging_bytes}"
         return ""

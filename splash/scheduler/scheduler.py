@@ -56,6 +56,7 @@ class Scheduler:
     Attributes:
         epoch: number of layout changes so far, stamped on every plan.
         num_preemptions: how often a request lost its pages to another.
+        num_lost: tokens that were computed and had to be forgotten in those.
         num_queried, num_hit: tokens of prompts that were looked for in the cache, and those of them that were there.
         holds_admission: while set, waiting requests stay where they are.
     """
@@ -65,6 +66,7 @@ class Scheduler:
         self.pool = pool
         self.epoch = 0
         self.num_preemptions = 0
+        self.num_lost = 0
         self.num_queried = 0
         self.num_hit = 0
         self._max_running = min(config.max_num_seqs, config.max_batched_tokens)
@@ -106,11 +108,6 @@ class Scheduler:
     def first_waiting(self, limit: int) -> list[Request]:
         """Some of the waiting requests, the first ones among them, in no particular order."""
         return self._waiting.sample(limit)
-
-    @property
-    def tokens_per_rank(self) -> list[int]:
-        """Context tokens of the running requests that each rank owns."""
-        return list(self._tokens)
 
     def add(
         self, id: int, prompt: Sequence[int], params: SamplingParams, seed: int, priority: int = 0, keys: Keys = ()
@@ -471,6 +468,7 @@ class Scheduler:
         """Take the pages of the running request at `index` and let it wait, in its place in the order of service."""
         request = self._running.pop(index)
         self._release(request)
+        self.num_lost += request.num_computed
         request.num_computed = 0
         self._waiting.push(request)
         self.num_preemptions += 1

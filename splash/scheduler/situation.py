@@ -34,7 +34,9 @@ class Situation:
         num_waiting: how many wait in all.
         used_T: by rank, pages that requests hold now, shared ones counted once.
         idle_T: by rank, pages that no request holds but a request may find in the cache.
+        num_wanted: about how many of those, copies included, will be found.
         num_queried, num_hit: tokens of prompts that were looked for in the cache so far, and those found.
+        num_lost: tokens that were computed so far and forgotten since another request needed their pages.
         live: all live requests, asked for only when a switch is about to be proposed.
     """
 
@@ -47,8 +49,10 @@ class Situation:
     num_waiting: int
     used_T: Sequence[int]
     idle_T: Sequence[int]
+    num_wanted: int
     num_queried: int
     num_hit: int
+    num_lost: int
     live: Callable[[], Iterable[Request]]
 
     @classmethod
@@ -65,8 +69,10 @@ class Situation:
             num_waiting=scheduler.num_waiting,
             used_T=[total - free for total, free in zip(pool.num_total, pool.num_free, strict=True)],
             idle_T=pool.num_idle,
+            num_wanted=pool.num_wanted,
             num_queried=scheduler.num_queried,
             num_hit=scheduler.num_hit,
+            num_lost=scheduler.num_lost,
             live=lambda: scheduler.requests,
         )
 
@@ -125,14 +131,15 @@ class Situation:
         copies = self.ranks if self.layout.kv is KV.REPLICATED else 1
         return sum(self.used_T) // copies + len(self.running)
 
-    def idle_tokens_lost(self, target: Layout) -> int:
-        """Tokens that could be found in the cache and cannot after a switch: idle pages do not move.
+    @property
+    def num_wanted_idle(self) -> int:
+        """About how many idle pages will be found."""
+        copies = self.ranks if self.layout.kv is KV.REPLICATED else 1
+        return min(sum(self.idle_T) // copies, self.num_wanted)
 
-        They stay where the target keeps pages as the source does, or where every rank has them all.
-        """
-        if self.layout.kv in (target.kv, KV.REPLICATED):
-            return 0
-        return sum(self.idle_T) * self.page_size
+    def moves_idle(self, target: Layout) -> bool:
+        """Whether idle pages have to move to be found in `target`, since neither it nor this layout has them there."""
+        return self.layout.kv not in (target.kv, KV.REPLICATED)
 
     @property
     def largest_running(self) -> int:

@@ -60,7 +60,9 @@ class SwitchCost:
         return self.exposed_s + self.background_s * (1 - 1 / self.slowdown)
 
 
-def switch_cost(model: CostModel, source: Layout, target: Layout, load: StepLoad, method: Method) -> SwitchCost:
+def switch_cost(
+    model: CostModel, source: Layout, target: Layout, load: StepLoad, method: Method, cached_pages: int = 0
+) -> SwitchCost:
     """The cost of going on with `load` in another layout, owners staying as they are.
 
     Args:
@@ -69,11 +71,14 @@ def switch_cost(model: CostModel, source: Layout, target: Layout, load: StepLoad
         target: the layout wanted.
         load: the running requests, as in the step that commits.
         method: how the switch is carried out.
+        cached_pages: idle pages of the cache that move as well, about evenly spread.
     """
-    footprint = Footprint.of(load, model.page_size)
-    received = footprint.received(source, target)
+    received, sent = np.zeros(load.ranks, dtype=np.int64), np.zeros(load.ranks, dtype=np.int64)
+    for footprint in (Footprint.of(load, model.page_size), Footprint.even(cached_pages, load.ranks)):
+        received += footprint.received(source, target)
+        sent += footprint.sent(source, target)
     weights = received_weight_bytes(model.geometry, source, target)
-    return _cost(model, source, target, load, method, received, footprint.sent(source, target), weights)
+    return _cost(model, source, target, load, method, received, sent, weights)
 
 
 def rebalance_cost(model: CostModel, layout: Layout, load: StepLoad, owner_q: Ints, method: Method) -> SwitchCost:

@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from splash.core.diff import NO_SOURCE, diff_blocks
 from splash.core.errors import CapacityError
-from splash.core.layout import Layout, parse_layout
+from splash.core.layout import KV, Layout, parse_layout
 from splash.core.memory import ArenaGeometry
 from splash.core.ownership import State, page_holders
 from splash.core.pages import PageTable
@@ -48,7 +48,8 @@ class Occupancy:
 
     Attributes:
         layout: the layout that the pages lie in.
-        requests: ids, in any order.
+        requests: ids, in any order. Negative ones are no requests: their pages are cached, and move with those of the
+            requests, but no rank has a table of them.
         owners: owner rank of each request.
         written: positions of each request whose keys are cached; its first ceil(written / page size) pages hold them.
         tables: page table of each request, at least as long as its written pages; later pages are only reserved.
@@ -68,6 +69,17 @@ class Occupancy:
     def lengths(self) -> npt.NDArray[np.int64]:
         """[requests] pages of each table."""
         return np.array([len(table) for table in self.tables], dtype=np.int64)
+
+    def pages_wanted(self, target: Layout, owners: Sequence[int], ranks: int) -> list[int]:
+        """By rank, the pages that all claims together want there in `target` with those owners."""
+        lengths = self.lengths()
+        owners_c = np.repeat(np.array(owners, dtype=np.int64), lengths)
+        page_c = self.page_c()
+        claims = page_c * ranks + owners_c if target.kv is KV.REQUEST else page_c
+        _, first = np.unique(claims, return_index=True)
+        held = page_holders(page_numbers(lengths)[first], owners_c[first], target, ranks)
+        wanted: list[int] = np.count_nonzero(held, axis=0).tolist()
+        return wanted
 
     def page_c(self) -> npt.NDArray[np.int64]:
         """[c] the number of the page that each claim is on."""
@@ -158,15 +170,16 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         return int.from_bytes(hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=8).digest(), "little") >> 1
 
     def source_tables(self) -> Slots:
-        """The tables of all requests' written pages before the switch, one below the other: [c, T]."""
-        return self._tables_cT(self.source_pT(), self.source, self.source_owners)
+        """The tables of all requests' written pages before the switch, one below the other, [pages, T]."""
+        is_request_c = np.repeat(np.array(self.requests, dtype=np.int64) >= 0, self.num_pages)
+        return self._tables_cT(self.source_pT(), self.source, self.source_owners)[is_request_c]
 
     def target_tables(self) -> dict[int, Slots]:
-        """Each request's written pages after the switch, [pages, T]."""
+        """Each request's written pages after the switch, [pages, T]; not those that are only cached."""
         tables_cT = self._tables_cT(self.target_pT(), self.target, self.owners)
         ends = np.cumsum(self.num_pages)
         starts = ends - self.num_pages
-        return {id: tables_cT[start:end] for id, start, end in zip(self.requests, starts, ends, strict=True)}
+        return {id: tables_cT[start:end] for id, start, end in zip(self.requests, starts, ends, strict=True) if id >= 0}
 
     def _tables_cT(self, slots_pT: Slots, layout: str, owners: Sequence[int]) -> Slots:
         owners_c = np.repeat(np.array(owners, dtype=np.int64), self.num_pages)

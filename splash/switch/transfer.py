@@ -162,7 +162,8 @@ class Handoff:
                 to copy ahead, or that cannot make its copies, for want of staging memory for instance.
         """
         started = time.perf_counter()
-        tables = np.concatenate([own_tables[id] for id in self._manifest.requests] or [np.empty(0, dtype=np.int32)])
+        known = [own_tables[id] for id in self._manifest.requests if id >= 0]
+        tables = np.concatenate(known or [np.empty(0, dtype=np.int32)])
         matches = np.array_equal(tables.reshape(-1, self._group.size), self._manifest.source_tables())
         is_empty, error = True, ""
         try:

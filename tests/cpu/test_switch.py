@@ -230,7 +230,7 @@ def test_rebalance(llm: LLM, observed: Observed, reference: Reference, layout: s
     assert sum(record.pages_fetched) == sum(-(-pages[id] // PAGE_SIZE) for id in moved)
     assert record.pages_fetched == expected.pages.received.tolist()
     assert not any(record.weight_bytes_planned) and not any(record.weight_bytes_received)
-    tokens = client.engine.scheduler.tokens_per_rank
+    tokens = client.engine.scheduler._tokens
     assert max(tokens) < sum(tokens), "one rank still has everything"
     client.drain()
     assert client.engine.stats().free_pages == client.engine.stats().total_pages

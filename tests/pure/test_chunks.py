@@ -7,13 +7,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from splash.core.layout import CP, DCP, DOP, DP, KV, LAYOUTS, TP, Layout
 from splash.core.pages import HeldPages
 from splash.scheduler.chunks import MAX_UNFINISHED, share_rows
-from splash.scheduler.load import StepLoad
 from splash.scheduler.prefix_cache import PrefixCache
 from splash.scheduler.scheduler import LOOK_AHEAD, Scheduler
 from tests.pure.test_scheduler import VOCABULARY, FakeGroup, drain, greedy, make
@@ -321,42 +320,3 @@ def test_what_is_cached_makes_a_long_prompt_short() -> None:
     scheduler.add(3, [*known, 1, 2, 3], greedy(max_tokens=1), 0)
     group.config = scheduler.config
     assert run(scheduler, group) == {1: 13, 3: 3}
-
-
-@settings(max_examples=150)
-@given(
-    seed=st.integers(0, 2**32),
-    max_batched_tokens=st.integers(1, 24),
-    max_num_seqs=st.integers(1, 12),
-    num_priorities=st.integers(1, 3),
-    prefix_cache=st.booleans(),
-    layout=st.sampled_from(sorted(LAYOUTS)).map(LAYOUTS.__getitem__),
-)
-def test_the_step_that_is_predicted_is_the_one_that_is_planned(
-    seed: int, max_batched_tokens: int, max_num_seqs: int, num_priorities: int, prefix_cache: bool, layout: Layout
-) -> None:
-    """Of what runs, while nobody is admitted and nobody lacks a page."""
-    scheduler, group = make(
-        layout, (600,) * 3, max_num_seqs, max_batched_tokens, 100, page_size=2, seed=seed, prefix_cache=prefix_cache
-    )
-    rng = random.Random(seed)
-    for id in range(60):
-        if rng.random() < 0.6:
-            prompt = [rng.randrange(1, 3) for _ in range(rng.choice([3, 8, 60]))]
-            scheduler.add(id, prompt, greedy(max_tokens=rng.randint(1, 20)), 0, rng.randrange(num_priorities))
-        scheduler.holds_admission = rng.random() < 0.5
-        num_preemptions = scheduler.num_preemptions
-        predicted = StepLoad.of_requests(scheduler.running, layout, 3, max_batched_tokens)
-        plan = scheduler.schedule()
-        if plan is None:
-            continue
-        if scheduler.holds_admission:
-            planned = StepLoad.of_plan(plan, 3)
-            assert queries(predicted) == queries(planned)
-            assert predicted.num_sampled == planned.num_sampled
-            assert scheduler.num_preemptions == num_preemptions
-        scheduler.apply(group.run(plan))
-
-
-def queries(load: StepLoad) -> list[tuple[int, int, int]]:
-    return sorted(zip(load.owner_q.tolist(), load.rows_q.tolist(), load.start_q.tolist(), strict=True))

@@ -72,7 +72,7 @@ def loads(draw: st.DrawFn, ranks: int = 8) -> StepLoad:
 def test_a_load_counts_rows_keys_and_pairs() -> None:
     load = StepLoad.of_arrays([0, 1, 1, 0], [1, 3, 1, 1], [9, 4, 0, 5], ranks=2)
     assert load.num_rows == 6 and load.num_singles == 3 and load.num_chunks == 1
-    assert load.rows_T == [2, 4] and load.singles_T == [2, 1] and load.queries_T == [2, 2]
+    assert load.rows_T == [2, 4] and load.singles_T == [2, 1]
     assert load.single_keys_T == [10 + 6, 1] and load.single_pairs_T(7) == [7 + 6, 1]
     assert load.chunks == ((1, 3, 4),) and chunk_pairs(3, 4) == 5 + 6 + 7
 

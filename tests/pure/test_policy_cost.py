@@ -202,6 +202,24 @@ def test_where_memory_limits_admission_it_prefers_the_layout_that_admits_more() 
     assert tight.layout is not DP and GEOMETRY.page_slots(tight.layout, 0).size > GEOMETRY.page_slots(DP, 0).size
 
 
+def test_what_preemptions_cost_is_charged_where_memory_does_not_suffice() -> None:
+    """Tokens that are lost and computed again would not be in a layout that has room for all."""
+    waiting = [request(100 + i, None, 1000, 0, max_tokens=20_000) for i in range(40)]
+    running, few = decoding(24, 9000, output=8000, max_tokens=20_000), GEOMETRY.num_weight_slots + 450
+    geometry = dataclasses.replace(GEOMETRY, num_slots=few)
+    forecaster = Forecaster(H200, Room(geometry, H200.layouts, 1 << 30), 512, 8192, 30.0)
+    calm, busy = Arrivals(), Arrivals()
+    for now in range(10):
+        busy.lost(float(now), 20_000 * now)
+    assert calm.lost_rate == 0 and busy.lost_rate == pytest.approx(20_000, rel=0.5)
+    load = situation(10.0, DP, running, waiting)
+    quiet, loud = (forecaster.look(load, arrivals, Outputs()) for arrivals in (calm, busy))
+    dp, dop = (
+        (forecaster.seconds(layout, quiet, None), forecaster.seconds(layout, loud, None)) for layout in (DP, DOP)
+    )
+    assert dp[1] > dp[0] and dop[1] == dop[0]
+
+
 def test_prompts_of_many_owners_are_predicted_as_they_are_planned() -> None:
     """One after another where every rank takes part, one of each owner at once where they are computed by owner."""
     forecaster = Forecaster(H200, Room(GEOMETRY, H200.layouts, 1 << 40), 512, 8192, horizon_s=1e4)

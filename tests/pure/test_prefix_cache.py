@@ -140,3 +140,21 @@ def test_a_page_is_found_once_its_step_is_over_and_the_last_token_is_computed_ag
     assert (query.start, query.tokens) == (4, (5, 6, 7, 8))
     assert len(query.new_pages) == 2, "ranks hear of the page that was found as well"
     assert (scheduler.num_queried, scheduler.num_hit) == (24, 4)
+
+
+@pytest.mark.parametrize("target", LAYOUTS.values(), ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=str)
+def test_a_switch_takes_whole_prompts_along_the_last_released_first_as_far_as_there_is_room(
+    layout: Layout, target: Layout
+) -> None:
+    pool = pool_of(layout, slots=16)
+    prompts = [[turn, *range(1, 12)] for turn in range(3)]
+    for tokens in prompts:
+        pool.release(write(pool, 1, tokens))
+    everything = pool.chains(target, [100, 100], 100)
+    assert [[page.key for page in chain.pages] for chain in everything] == [keys_of(one) for one in prompts[::-1]]
+    assert len(pool.chains(target, [100, 100], 6)) == 2 and not pool.chains(target, [0, 0], 100)
+    slots = [(chain, np.full((len(chain.pages), 2), number)) for number, chain in enumerate(everything)]
+    arrived = pool.arrived(target, slots)
+    assert {key for key, _ in arrived} == {key for one in prompts for key in keys_of(one)}
+    assert all(page.refs == 0 and page.place == place for (_, place), page in arrived.items())

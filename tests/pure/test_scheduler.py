@@ -245,7 +245,7 @@ def test_every_request_gets_what_it_asked_for(
         load = Counter()
         for request in running:
             load[request.held.owner] += len(request.tokens)
-        assert scheduler.tokens_per_rank == [load[rank] for rank in range(len(slots))]
+        assert scheduler._tokens == [load[rank] for rank in range(len(slots))]
         scored = [len(query.tokens) for query in plan.queries if query.score]
         assert not scored or sum(scored) < 3 + len(scored)
         maybe_abort()
@@ -278,7 +278,7 @@ def test_every_request_gets_what_it_asked_for(
         else:
             assert (last.finish_reason, last.stop_reason, len(got)) == ("length", None, max_tokens)
     assert scheduler.pool.num_free == list(slots)
-    assert scheduler.tokens_per_rank == [0] * len(slots)
+    assert scheduler._tokens == [0] * len(slots)
     # The next plan tells the ranks to forget whatever they still know.
     scheduler.add(num_requests, [1], greedy(max_tokens=1), 0)
     drain(scheduler, group)

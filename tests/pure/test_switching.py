@@ -51,7 +51,7 @@ def target_state(
     used = [{row[rank] for row in known.values()} for rank in range(pool.ranks)]
     usable = [np.array([slot not in used[rank] for slot in range(count)]) for rank, count in enumerate(slots)]
     moved = [(request.held, held[request.id]) for request in scheduler.running if request.held is not None]
-    survivors = cache.survivors(layout, [(old, new.owner) for old, new in moved], usable)
+    survivors = cache.survivors(layout, [(old, new.owner) for old, new in moved], usable, {})
     free, kept = [], []
     for rank, count in enumerate(slots):
         kept.append([page.slots[rank] for page in survivors if page.slots[rank] != NO_SLOT])
@@ -212,7 +212,7 @@ def test_switches_that_commit_or_fail_lose_nothing(
         raise AssertionError("livelock")
     assert not live
     assert scheduler.pool.num_free == list(slots)
-    assert scheduler.tokens_per_rank == [0] * len(slots)
+    assert scheduler._tokens == [0] * len(slots)
     scheduler.add(num_requests, [1], greedy(max_tokens=1), 0)
     drain(scheduler, group)
     assert set(group.history) == set(group.tables) == {num_requests}, "the ranks were not told to forget the others"
