@@ -26,7 +26,7 @@ from splash.platform.base import AttentionBatch
 from splash.platform.cpu.kernels import CpuKernels
 from splash.platform.triton.attention import TritonAttention
 from splash.platform.triton.kernels import TritonKernels
-from splash.platform.triton.pages import chunk_table, copy_chunks
+from splash.platform.triton.pages import chunk_table, copy_chunks, region_table
 from splash.platform.triton.rows import pack_heads, unpack_heads
 
 QUERY, C, R, NOPE, VALUE, PAGE = 1536, 512, 64, 128, 128, 64  # DeepSeek-V3's, and the default page size
@@ -412,15 +412,15 @@ def pages(limits: dict[str, float]) -> list[dict[str, Any]]:
     target = torch.zeros_like(source)
     order = np.random.default_rng(0).permutation(2 * count)[:count].astype(np.int64)
     extents = np.stack((order * slot, order[::-1] * slot, np.full(count, slot)), axis=1)
-    table = chunk_table(extents, target.device)
+    table, regions = chunk_table(extents, target.device), region_table([target], [source], target.device)
     rows = []
     for programs in (8, 16, 32, 132):
         target.zero_()
-        copy_chunks(target, source, table, programs)
+        copy_chunks(regions, table, programs)
         got, want = target.view(-1, slot)[order], source.view(-1, slot)[order[::-1].copy()]
         if not torch.equal(got, want):
             raise SystemExit("wrong: pages differ after the copy")
-        ms = milliseconds(lambda: copy_chunks(target, source, table, programs))  # noqa: B023
+        ms = milliseconds(lambda: copy_chunks(regions, table, programs))  # noqa: B023
         moved = 2 * count * slot
         rows.append({"what": "pages", "programs": programs, "ms": ms, "gb_s": moved / ms / 1e6})
         rows[-1]["of_copy"] = rows[-1]["gb_s"] / limits["copy_gb_s"]

@@ -148,22 +148,23 @@ class DecodeGraphs:
             sampled=np.arange(total),
         )
 
-    def forward(self, rows: StepRows, fill: Callable[[Tensor, StepRows], None]) -> tuple[bool, Tensor | None]:
-        """Run a step by a graph, where one fits it.
-
-        Args:
-            rows: of the step.
-            fill: puts the tokens that the host does not know into those of the graph's rows.
-
-        Returns:
-            whether it ran, and what `Transformer.forward` returns, valid until the next step.
-        """
+    def fits(self, rows: StepRows) -> bool:
+        """Whether a step was recorded that `rows` can be. Every rank comes to the same answer."""
         if rows.is_chunk_N.any() or len(rows.sampled) != len(rows.tokens_N):  # only decode steps are recorded
-            return False, None
+            return False
         counts = padded_counts(rows.counts_T, rows.layout, self._buckets)
-        recorded = None if counts is None else self._recorded.get((rows.layout.name, counts))
-        if counts is None or recorded is None or self._has_too_many_pages(rows):
-            return False, None
+        return (
+            counts is not None and (rows.layout.name, counts) in self._recorded and not self._has_too_many_pages(rows)
+        )
+
+    def forward(self, rows: StepRows, fill: Callable[[Tensor, StepRows], None]) -> Tensor | None:
+        """Run a step that fits. Returns what `Transformer.forward` does, valid until the next step.
+
+        `fill` puts the tokens that the host does not know into those of the graph's rows.
+        """
+        counts = padded_counts(rows.counts_T, rows.layout, self._buckets)
+        assert counts is not None
+        recorded = self._recorded[rows.layout.name, counts]
         if sum(counts[1:]) == 0:
             rows = dataclasses.replace(rows, counts_T=(len(rows.tokens_N), *(0,) * (rows.ranks - 1)))
         padded, sampled = rows.padded(counts)
@@ -174,7 +175,7 @@ class DecodeGraphs:
         recorded.graph.replay()
         self.num_replayed += 1
         if recorded.logits is None:
-            return True, None
+            return None
         if np.array_equal(sampled, np.arange(len(sampled))):
-            return True, recorded.logits[: len(sampled)]
-        return True, recorded.logits[upload(torch.from_numpy(sampled), self._group.device)]
+            return recorded.logits[: len(sampled)]
+        return recorded.logits[upload(torch.from_numpy(sampled), self._group.device)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -160,18 +160,26 @@ class ModelRunner:
         self._tables.release(plan.released)
         return self._forward(plan, self._tables, None)
 
-    def _forward(self, plan: StepPlan, tables: PageTables, arrive: Callable[[int], None] | None) -> torch.Tensor | None:
+    def _forward(self, plan: StepPlan, tables: PageTables, handoff: Handoff | None) -> torch.Tensor | None:
+        """Run `plan`, once the state that a switch brings is there, or behind it layer by layer.
+
+        A recorded step is so much quicker than the same step by layers that it is worth waiting for all of them.
+        """
         if not plan.queries:
+            if handoff is not None:
+                handoff.complete()
             return None
         layout = parse_layout(plan.layout)
         rows = step_rows(plan, layout, self._group.rank, self._group.size, self._geometry.page_size, tables)
-        if self._graphs is not None and arrive is None:
-            ran, logits = self._graphs.forward(rows, self._last.fill)
-            if ran:
-                return logits
+        graphs = self._graphs if self._graphs is not None and self._graphs.fits(rows) else None
+        if handoff is not None and (graphs is not None or not handoff.layerwise):
+            handoff.complete()
+            handoff = None
+        if graphs is not None:
+            return graphs.forward(rows, self._last.fill)
         step = self._transformer.prepare(rows, self._inputs)
         self._last.fill(step.tokens, rows)
-        return self._transformer.forward(step, arrive)
+        return self._transformer.forward(step, None if handoff is None else handoff.arrive)
 
     def _warm_up(self, layout: Layout, max_model_len: int) -> None:
         """Run a few rows, and as many as attend in the expanded form, on pages that nobody has yet.
@@ -229,11 +237,7 @@ class ModelRunner:
         handoff.agree(own_tables, copied_ahead=self._failed_ahead != order.switch)
         tables = PageTables(self._group.size, manifest.target_tables())
         tables.release(plan.released)  # a request that moves may lose its pages to another in this very step
-        if not (order.layerwise and plan.queries):
-            handoff.complete()
-            logits = self._forward(plan, tables, None)
-        else:
-            logits = self._forward(plan, tables, handoff.arrive)
+        logits = self._forward(plan, tables, handoff)
         self._tables = tables
         kv_bytes, weight_bytes, exposed_s = handoff.received()
         return logits, SwitchOutcome("", None, True, tuple(kv_bytes), tuple(weight_bytes), exposed_s)
@@ -245,9 +249,7 @@ class ModelRunner:
         """
 
         def work() -> None:
-            copies = LayerCopies(order.rank_copies(self._group.rank), self._geometry, self._group)
-            for layer in range(self._geometry.spec.num_layers):
-                copies.read(layer)
+            LayerCopies(order.rank_copies(self._group.rank), self._geometry, self._group).read_all()
             for head_group, peer, layer in order.weights[self._group.rank]:
                 copy_head_group(head_group, peer, layer, self._geometry, self._group)
 

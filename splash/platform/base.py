@@ -265,6 +265,14 @@ class Completion(ABC):
         return 0.0
 
 
+class Transfer(ABC):
+    """The same byte ranges between some pairs of regions, such as a layer's arenas: made once, run when it is time."""
+
+    @abstractmethod
+    def run(self, first: int = 0, count: int | None = None) -> None:
+        """Copy the ranges in `count` pairs of regions from `first` on; in all from there where it is left out."""
+
+
 class CopyEngine(ABC):
     """One-sided copies between the arenas of a group, in order of their start.
 
@@ -276,17 +284,27 @@ class CopyEngine(ABC):
     is_queued: bool
 
     @abstractmethod
-    def copy(self, target: torch.Tensor, source: torch.Tensor, extents: np.ndarray) -> None:
-        """Copy byte ranges. `target` and `source` are uint8 [bytes]; `extents` int64 [n, 3] of (to, from, bytes).
+    def prepare(
+        self, extents: np.ndarray, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+    ) -> Transfer:
+        """A transfer of byte ranges from each source to its target.
 
-        No range that is written overlaps one that is read.
+        Args:
+            extents: int64 [n, 3] of (to, from, bytes). No range that is written overlaps one that is read.
+            targets: uint8 [bytes] each. The caller keeps them, and the sources, for as long as the transfer is run.
+            sources: one for each target.
         """
 
-    @abstractmethod
-    def begin(self, work: Callable[[], None]) -> Completion:
-        """Run `work`, which calls `copy`, behind the caller's compute and after all work begun before.
+    def copy(self, target: torch.Tensor, source: torch.Tensor, extents: np.ndarray) -> None:
+        """Copy the ranges, int64 [n, 3] of (to, from, bytes), from one region to another, now."""
+        self.prepare(extents, [target], [source]).run()
 
-        What `work` raises is raised here where copies are queued, else when the work is waited for.
+    @abstractmethod
+    def begin(self, work: Callable[[], None], urgent: bool = False) -> Completion:
+        """Run `work`, which runs transfers, behind the caller's compute and after all work begun before.
+
+        What `work` raises is raised here where copies are queued, else when the work is waited for. Copies leave most
+        of the device to what is computed beside them, unless they are `urgent`: nothing is.
         """
 
 
@@ -319,6 +337,21 @@ class Rank:
     copies: CopyEngine
     graphs: Graphs | None = None  # None where steps cannot be recorded
     memory: Callable[[], MemoryUse] | None = None  # None where memory is the host's; gives back what is held for reuse
+    host: Communicator | None = None  # over the host's memory, where `comm` works in the device's
+
+    def exchange(self, notes: Sequence[int], settled: bool) -> list[list[int]]:
+        """Every rank's notes, by rank, all of one length and of 64 bits.
+
+        They do not pass through the device. With `settled` a rank gives its own once what it has queued is done, so
+        that ranks know as much of each other afterwards.
+        """
+        import torch
+
+        if settled and self.device.type != "cpu":
+            torch.cuda.current_stream(self.device).synchronize()
+        comm = self.host or self.comm
+        gathered: list[list[int]] = comm.all_gather(torch.tensor([list(notes)]), [1] * self.size).tolist()
+        return gathered
 
     def close(self) -> None:
         """Leave the group and let go of its memory. Whatever uses either must be gone."""

@@ -134,6 +134,12 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         """T."""
         return len(self.weights_settled)
 
+    @property
+    def reads_peers(self) -> bool:
+        """Whether some rank reads another's memory, unless all of it was copied ahead."""
+        groups = any(source != NO_SOURCE for row in self.weight_sources for source in row)
+        return groups or bool((self.peers_pT() != NO_SOURCE).any())
+
     def pages_c(self) -> npt.NDArray[np.int32]:
         """[c] the page that each claim is on."""
         return np.frombuffer(self.pages, dtype=np.int32)

@@ -20,7 +20,7 @@ import torch
 
 from splash.core.errors import SwitchError
 from splash.core.memory import ArenaGeometry
-from splash.platform.base import Completion, Rank
+from splash.platform.base import Completion, Rank, Transfer
 from splash.switch.manifest import Manifest, RankCopies, rank_copies
 
 READ_OK, READ_FAILED = 1, 0
@@ -51,10 +51,19 @@ class LayerCopies:
         place = np.zeros_like(to)
         place[staged] = np.cumsum(size[staged]) - size[staged]
         self.staging_bytes = int(size[staged].sum())
-        self._direct = _by_peer(peers, to, start, size, ~staged)
-        self._staged = _by_peer(peers, place, start, size, staged)
-        self._write_back = merge_extents(np.stack((to, place, size), axis=1)[staged])
-        self._staging = torch.empty(self.staging_bytes, dtype=torch.uint8, device=group.device)
+        staging = torch.empty(self.staging_bytes, dtype=torch.uint8, device=group.device)
+        layers = range(geometry.spec.num_layers)
+        own, buffer = [group.arenas.local(layer) for layer in layers], [staging] * len(layers)
+        self._reads: list[Transfer] = []
+        for targets, extents in (
+            (own, _by_peer(peers, to, start, size, ~staged)),
+            (buffer, _by_peer(peers, place, start, size, staged)),
+        ):
+            for peer, of_peer in extents.items():
+                sources = [group.arenas.peer(peer, layer) for layer in layers]
+                self._reads.append(group.copies.prepare(of_peer, targets, sources))
+        write_back = merge_extents(np.stack((to, place, size), axis=1)[staged])
+        self._write_back = group.copies.prepare(write_back, own, buffer) if self.staging_bytes else None
         foreign = peers != group.rank
         is_weight = np.arange(len(peers)) >= len(pages)
         self.kv_bytes = int(size[foreign & ~is_weight].sum())
@@ -63,20 +72,23 @@ class LayerCopies:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to copy."""
-        return not self._direct and not self._staged
+        return not self._reads
 
     def read(self, layer: int) -> None:
         """Read this layer from the peers."""
-        arenas, copies = self._group.arenas, self._group.copies
-        for peer, extents in self._direct.items():
-            copies.copy(arenas.local(layer), arenas.peer(peer, layer), extents)
-        for peer, extents in self._staged.items():
-            copies.copy(self._staging, arenas.peer(peer, layer), extents)
+        for transfer in self._reads:
+            transfer.run(layer, 1)
+
+    def read_all(self) -> None:
+        """Read every layer. Only where nothing is staged."""
+        assert not self.staging_bytes
+        for transfer in self._reads:
+            transfer.run()
 
     def write_back(self, layer: int) -> None:
         """Write what was staged to its place."""
-        if len(self._write_back):
-            self._group.copies.copy(self._group.arenas.local(layer), self._staging, self._write_back)
+        if self._write_back is not None:
+            self._write_back.run(layer, 1)
 
 
 def planes(geometry: ArenaGeometry) -> list[tuple[int, int]]:
@@ -133,6 +145,7 @@ class Handoff:
     at once. Every rank of the group does the same.
 
     Attributes:
+        layerwise: whether layers are to arrive one by one, behind the compute of those before.
         copies: what this rank copies in every layer, from `agree` on.
         exposed_s: seconds that the step waited for the switch.
     """
@@ -144,7 +157,7 @@ class Handoff:
         self._group = group
         self._geometry = geometry
         self._num_layers = geometry.spec.num_layers
-        self._in_background = layerwise
+        self._in_background = self.layerwise = layerwise
         self._reading: list[Completion] = []
         self._any_copies = True
         self._source_lost = False
@@ -173,7 +186,8 @@ class Handoff:
         except Exception as failure:
             error = f": {failure}"
         flags = [int(matches), int(copied_ahead), int(not error), int(is_empty)]
-        notes = self._gather(torch.tensor([[self._manifest.digest(), *flags]], dtype=torch.int64))
+        # Peers must not read what this rank still writes. Where nobody reads there is nothing to wait for.
+        notes = self._group.exchange([self._manifest.digest(), *flags], settled=self._manifest.reads_peers)
         digests = [digest for digest, *_ in notes]
         usual = max(digests, key=digests.count)  # the lowest rank's where there is no majority
         for rank, (digest, same, ahead, ready, _) in enumerate(notes):
@@ -198,7 +212,8 @@ class Handoff:
         self.exposed_s += time.perf_counter() - started
 
     def _begin(self, layer: int) -> None:
-        self._reading.append(self._group.copies.begin(lambda: self.copies.read(layer)))
+        # Nothing is computed beside the first layer, which everything waits for.
+        self._reading.append(self._group.copies.begin(lambda: self.copies.read(layer), urgent=layer == 0))
 
     def _queue(self) -> None:
         """Queue the reads of all layers, and agree that every rank could.
@@ -208,11 +223,14 @@ class Handoff:
         """
         status, error = READ_OK, ""
         try:
-            for layer in range(self._num_layers):
-                self._begin(layer)
+            if self.layerwise:
+                for layer in range(self._num_layers):
+                    self._begin(layer)
+            else:
+                self._reading.append(self._group.copies.begin(self.copies.read_all, urgent=True))
         except Exception as failure:
             status, error = READ_FAILED, f": {failure}"
-        for rank, (read,) in enumerate(self._gather(torch.tensor([[status]], dtype=torch.int64))):
+        for rank, (read,) in enumerate(self._group.exchange([status], settled=False)):
             if read == READ_FAILED:
                 self._abandon()
                 raise SwitchError(f"rank {rank} could not read{error if rank == self._group.rank else ''}", rank)
@@ -227,7 +245,8 @@ class Handoff:
         if not self._any_copies:
             return
         if self._is_free:
-            self._reading[layer].wait()
+            if layer < len(self._reading):
+                self._reading[layer].wait()
             return
         started = time.perf_counter()
         status, error = READ_OK, ""
@@ -238,7 +257,7 @@ class Handoff:
                 self.copies.read(layer)
         except Exception as failure:
             status, error = READ_FAILED, f": {failure}"
-        statuses = self._gather(torch.tensor([[status, self.copies.staging_bytes]], dtype=torch.int64))
+        statuses = self._group.exchange([status, self.copies.staging_bytes], settled=True)
         for rank, (read, _) in enumerate(statuses):
             if read == READ_FAILED:
                 self._abandon()
@@ -265,14 +284,15 @@ class Handoff:
             except Exception:
                 continue
 
-    def _gather(self, note: torch.Tensor) -> list[list[int]]:
-        note = note.to(self._group.device)
-        notes: list[list[int]] = self._group.comm.all_gather(note, [1] * self._group.size).tolist()
-        return notes
-
     def received(self) -> tuple[list[int], list[int], float]:
-        """(KV bytes by rank, weight bytes by rank, longest exposed seconds), over all layers, on every rank alike."""
+        """(KV bytes by rank, weight bytes by rank, longest exposed seconds), over all layers, on every rank alike.
+
+        Where nobody copies anything ranks do not ask each other, and the seconds are this rank's.
+        """
+        if not self._any_copies:
+            return [0] * self._group.size, [0] * self._group.size, self.exposed_s
         micros = int((self.exposed_s + sum(reading.waited_s() for reading in self._reading)) * 1e6)
         kv, weights = self.copies.kv_bytes * self._num_layers, self.copies.weight_bytes * self._num_layers
-        notes = self._gather(torch.tensor([[kv, weights, micros]], dtype=torch.int64))
+        # Settled: in a later step a rank may write to what its peers have read in this one.
+        notes = self._group.exchange([kv, weights, micros], settled=True)
         return [kv for kv, _, _ in notes], [weights for _, weights, _ in notes], max(m for _, _, m in notes) / 1e6

@@ -33,7 +33,7 @@ POINTERS = {  # of kernels whose pointers are not all to the data's dtype
     "cos_ptr": "*fp32", "sin_ptr": "*fp32", "index_ptr": "*i64", "expert_ptr": "*i64", "router_ptr": "*fp32",
     "bias_ptr": "*fp32",
     "pairs_ptr": "*i32", "block_expert_ptr": "*i32", "counts_ptr": "*i32", "places_ptr": "*i32", "starts_ptr": "*i32",
-    "chunks_ptr": "*i64",
+    "chunks_ptr": "*i64", "regions_ptr": "*i64",
 }  # fmt: skip
 ALIGNED = re.compile(r".*(_row|_head|_stride|_ptr|_a|_b)$|^(D|I|C|K)$")  # multiples of 16 in a model
 
@@ -148,7 +148,8 @@ def small_cases() -> list[tuple[str, Any, dict[str, Any], int, dict[str, str]]]:
         ("store", fused.store_kernel, {"BLOCK_K": 1024, "PAGE": 64}, 4, {}),
         ("silu_and_mul", fused.silu_and_mul_kernel, {"BLOCK_I": 1024}, 4, {}),
         ("copy_runs", rows.copy_runs_kernel, {"INDEXED": 1, "BLOCK": 1024, "WORDS": True}, 4, words),
-        ("copy_chunks", pages.copy_chunks_kernel, {"BLOCK": 8192, "WORDS": True}, 16, words),
+        ("copy_chunks", pages.copy_chunks_kernel, {"BLOCK": 8192, "WORDS": True}, 16, {}),
+        ("copy_chunks of bytes", pages.copy_chunks_kernel, {"BLOCK": 8192, "WORDS": False}, 16, {}),
         ("scores", route.scores_kernel, {"BLOCK_N": 32, "BLOCK_E": 64, "BLOCK_K": 64, "DEPTH": 256}, 4, {}),
         ("choose", route.choose_kernel, choice, 1, expert),
         ("assign", experts.assign_kernel, assigned, 4, {}),

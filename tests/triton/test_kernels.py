@@ -230,33 +230,31 @@ def test_rows_by_index(device: torch.device, width: int, index_dtype: torch.dtyp
     assert torch.equal(got[[0, 2, 3]], source[[4, 0, 8]]) and not got[1].any()
 
 
-@pytest.mark.parametrize("unit", [16, 1], ids=["words", "bytes"])
-def test_extents_and_pages_are_copied_byte_for_byte(
+@pytest.mark.parametrize("unit", [16, 1, 4], ids=["words", "bytes", "both"])
+def test_extents_are_copied_byte_for_byte_in_every_region(
     device: torch.device, unit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pages, "CHUNK_BYTES", 64)
-    source = torch.randint(0, 256, (4000,), dtype=torch.uint8)
-    target = torch.zeros(4000, dtype=torch.uint8, device=device)
-    extents = np.array([(0, 11, 9), (20, 40, 0), (30, 100, 20)], dtype=np.int64) * unit
-    pages.copy_extents(target, source.to(device), extents, programs=3)
-    want = torch.zeros(4000, dtype=torch.uint8)
-    for to, start, size in extents.tolist():
-        want[to : to + size] = source[start : start + size]
-    assert torch.equal(target.cpu(), want)
-    pages.copy_extents(target, source.to(device), extents[:0])
-    slot = 10 * unit
-    arena = source.to(device)
-    pages.move_pages(arena, np.array([5, 1]), np.array([0, 7]), slot)
-    want = source.clone()
-    want[5 * slot : 6 * slot], want[slot : 2 * slot] = source[:slot], source[7 * slot : 8 * slot]
-    assert torch.equal(arena.cpu(), want)
+    sources = [torch.randint(0, 256, (4000,), dtype=torch.uint8, device=device) for _ in range(3)]
+    targets = [torch.zeros(4000, dtype=torch.uint8, device=device) for _ in range(3)]
+    extents = np.array([(0, 12, 9), (20, 40, 0), (32, 100, 20)], dtype=np.int64) * unit
+    table, regions = pages.chunk_table(extents, device), pages.region_table(targets, sources, device)
+    assert [bool(len(chunks)) for chunks in (table.words, table.bytes)] == [unit != 1, unit != 16]
+    pages.copy_chunks(regions[1:], table, programs=3)
+    pages.copy_chunks(regions[:0], table, programs=3)
+    for target, source in zip(targets[1:], sources[1:], strict=True):
+        want = torch.zeros_like(target)
+        for to, start, size in extents.tolist():
+            want[to : to + size] = source[start : start + size]
+        assert torch.equal(target, want)
+    assert not targets[0].any()
 
 
 @settings(max_examples=50)
-@given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), st.integers(0, 200)), max_size=6), st.integers(1, 64))
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), st.integers(0, 200)), max_size=6), st.integers(1, 4))
 def test_split_extents_cover_what_they_split(extents: list[tuple[int, int, int]], chunk: int) -> None:
     table = np.array(extents, dtype=np.int64).reshape(-1, 3)
-    got = pages.split_extents(table, chunk)
+    got = pages.split_extents(table, 16 * chunk)
     want = {(to + i, start + i) for to, start, size in extents for i in range(size)}
     assert {(to + i, start + i) for to, start, size in got.tolist() for i in range(size)} == want
-    assert not len(got) or (got[:, 2].min() > 0 and got[:, 2].max() <= chunk)
+    assert not len(got) or (got[:, 2].min() > 0 and got[:, 2].max() <= 16 * chunk)

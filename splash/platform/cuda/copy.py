@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
 import numpy as np
 import torch
 
-from splash.platform.base import Completion, CopyEngine
+from splash.platform.base import Completion, CopyEngine, Transfer
 from splash.platform.cuda.runtime import runtime
 
 # A copy engine takes about 4 us to be told of an extent, in which it moves 1.5 MB from a peer over NVLink 4.
 _LONG_EXTENT_BYTES = 1 << 20
 _FEW_EXTENTS = 8
+# Of the kernel: all that fit, or so few that compute beside them slows down by a tenth at most.
+_ALL_PROGRAMS, _PROGRAMS_BESIDE_COMPUTE = 132, 32
 
 
 class QueuedCompletion(Completion):
@@ -37,10 +39,54 @@ class QueuedCompletion(Completion):
         return sum(before.elapsed_time(after) for before, after in self._waits) / 1e3
 
 
+class ExtentTransfer(Transfer):
+    """Few long ranges, each by a copy engine, which leaves the GPU's multiprocessors to compute."""
+
+    def __init__(self, extents: np.ndarray, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        self._extents = extents
+        self._regions = [(to.data_ptr(), start.data_ptr()) for to, start in zip(targets, sources, strict=True)]
+
+    def run(self, first: int = 0, count: int | None = None) -> None:
+        stream, end = torch.cuda.current_stream().cuda_stream, None if count is None else first + count
+        for target, source in self._regions[first:end]:
+            runtime().copy(target, source, self._extents, stream)
+
+
+class ChunkTransfer(Transfer):
+    """Many short ranges, those of all regions in one launch of a kernel."""
+
+    def __init__(
+        self,
+        engine: CudaCopyEngine,
+        extents: np.ndarray,
+        targets: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+    ) -> None:
+        from splash.platform.triton.pages import chunk_table, region_table
+
+        self._engine = engine
+        self._table = chunk_table(extents, targets[0].device)
+        self._regions = region_table(targets, sources, targets[0].device)
+        tensors = (self._regions, self._table.words, self._table.bytes)
+        self._on_device = [tensor for tensor in tensors if tensor.is_cuda]
+        self._uploaded = torch.cuda.current_stream().record_event()
+
+    def run(self, first: int = 0, count: int | None = None) -> None:
+        from splash.platform.triton.pages import copy_chunks
+
+        stream = torch.cuda.current_stream()
+        stream.wait_event(self._uploaded)
+        for tensor in self._on_device:
+            tensor.record_stream(stream)
+        end = None if count is None else first + count
+        copy_chunks(self._regions[first:end], self._table, self._engine.programs)
+
+
 class CudaCopyEngine(CopyEngine):
     """Long extents by the GPU's copy engines, which leave its multiprocessors to compute; many short ones by a kernel.
 
-    The kernel has few programs: 16 reach three quarters of the link, and slow compute down by less than a tenth.
+    Attributes:
+        programs: that the kernel may have now. Beside compute they are few.
     """
 
     is_queued = True
@@ -48,18 +94,23 @@ class CudaCopyEngine(CopyEngine):
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._has_kernel = find_spec("triton") is not None
+        self.programs = _ALL_PROGRAMS
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, extents: np.ndarray) -> None:
+    def prepare(
+        self, extents: np.ndarray, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+    ) -> Transfer:
         is_long = len(extents) <= _FEW_EXTENTS or extents[:, 2].sum() >= len(extents) * _LONG_EXTENT_BYTES
-        if is_long or not self._has_kernel:
-            runtime().copy(target.data_ptr(), source.data_ptr(), extents, torch.cuda.current_stream().cuda_stream)
-            return
-        from splash.platform.triton.pages import copy_extents
+        if not targets or is_long or not self._has_kernel:
+            return ExtentTransfer(extents, targets, sources)
+        return ChunkTransfer(self, extents, targets, sources)
 
-        copy_extents(target, source, extents)
-
-    def begin(self, work: Callable[[], None]) -> Completion:
+    def begin(self, work: Callable[[], None], urgent: bool = False) -> Completion:
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            work()
-            return QueuedCompletion(self._stream.record_event())
+        if not urgent:
+            self.programs = _PROGRAMS_BESIDE_COMPUTE
+        try:
+            with torch.cuda.stream(self._stream):
+                work()
+                return QueuedCompletion(self._stream.record_event())
+        finally:
+            self.programs = _ALL_PROGRAMS

@@ -166,7 +166,7 @@ class CudaPlatform(Platform):
         graphs = None if backends.capturable is None or not is_queued else CudaGraphs(backends.capturable)
         copies = CudaCopyEngine(device)
         return Rank(
-            rank, ranks, device, arenas, comm, backends.attention, backends.kernels, copies, graphs, _memory_use
+            rank, ranks, device, arenas, comm, backends.attention, backends.kernels, copies, graphs, _memory_use, host
         )
 
     def _missing(self) -> Availability | None:
