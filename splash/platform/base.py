@@ -300,11 +300,10 @@ class CopyEngine(ABC):
         self.prepare(extents, [target], [source]).run()
 
     @abstractmethod
-    def begin(self, work: Callable[[], None], urgent: bool = False) -> Completion:
+    def begin(self, work: Callable[[], None]) -> Completion:
         """Run `work`, which runs transfers, behind the caller's compute and after all work begun before.
 
-        What `work` raises is raised here where copies are queued, else when the work is waited for. Copies leave most
-        of the device to what is computed beside them, unless they are `urgent`: nothing is.
+        What `work` raises is raised here where copies are queued, else when the work is waited for.
         """
 
 

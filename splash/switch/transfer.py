@@ -212,8 +212,7 @@ class Handoff:
         self.exposed_s += time.perf_counter() - started
 
     def _begin(self, layer: int) -> None:
-        # Nothing is computed beside the first layer, which everything waits for.
-        self._reading.append(self._group.copies.begin(lambda: self.copies.read(layer), urgent=layer == 0))
+        self._reading.append(self._group.copies.begin(lambda: self.copies.read(layer)))
 
     def _queue(self) -> None:
         """Queue the reads of all layers, and agree that every rank could.
@@ -227,7 +226,7 @@ class Handoff:
                 for layer in range(self._num_layers):
                     self._begin(layer)
             else:
-                self._reading.append(self._group.copies.begin(self.copies.read_all, urgent=True))
+                self._reading.append(self._group.copies.begin(self.copies.read_all))
         except Exception as failure:
             status, error = READ_FAILED, f": {failure}"
         for rank, (read,) in enumerate(self._group.exchange([status], settled=False)):

@@ -48,7 +48,7 @@ class CpuCopyEngine(CopyEngine):
     ) -> Transfer:
         return CpuTransfer(extents, targets, sources)
 
-    def begin(self, work: Callable[[], None], urgent: bool = False) -> Completion:
+    def begin(self, work: Callable[[], None]) -> Completion:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "splash-copies")
         return ThreadCompletion(self._pool.submit(work))

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-CHUNK_BYTES = 32 << 10  # a program's unit of work in words; a quarter of that in bytes, which take as many registers
+CHUNK_BYTES = 64 << 10  # a program's unit of work in words; a quarter of that in bytes, which take as many registers
 _WARPS = 16
 
 
