@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from splash.engine import switching
 from splash.engine.runner import ModelRunner
 from splash.engine.switching import Switcher
 from splash.layouts.tables import PageTables
-from splash.platform.base import Arenas, Rank
+from splash.platform.base import Completion, CopyEngine, Rank, Transfer
 from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.prefix_cache import PrefixCache
 from splash.scheduler.request import Progress
@@ -70,25 +70,40 @@ class Fault:
     layer: int = 0
 
 
-class FaultyArenas(Arenas):
-    """Arenas of which one layer cannot be read while `broken_layer` is set."""
+class FaultyTransfer(Transfer):
+    """A transfer that fails where it reads the broken layer."""
 
-    def __init__(self, arenas: Arenas) -> None:
-        self._arenas = arenas
+    def __init__(self, engine: FaultyCopies, inner: Transfer, layers: list[int | None]) -> None:
+        self._engine, self._inner, self._layers = engine, inner, layers
+
+    def run(self, first: int = 0, count: int | None = None) -> None:
+        end = None if count is None else first + count
+        if self._engine.broken_layer is not None and self._engine.broken_layer in self._layers[first:end]:
+            self._engine.failed += 1
+            raise OSError("the mapping is gone")
+        self._inner.run(first, count)
+
+
+class FaultyCopies(CopyEngine):
+    """Copies, of which those from one layer of any arena fail while `broken_layer` is set."""
+
+    def __init__(self, rank: Rank, num_layers: int) -> None:
+        self._inner = rank.copies
+        self.is_queued = rank.copies.is_queued
+        self._layers = {
+            rank.arenas.peer(r, layer).data_ptr(): layer for r in range(rank.size) for layer in range(num_layers)
+        }
         self.broken_layer: int | None = None
         self.failed = 0
 
-    def local(self, layer: int) -> torch.Tensor:
-        return self._arenas.local(layer)
+    def prepare(
+        self, extents: np.ndarray, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+    ) -> Transfer:
+        layers = [self._layers.get(source.data_ptr()) for source in sources]
+        return FaultyTransfer(self, self._inner.prepare(extents, targets, sources), layers)
 
-    def close(self) -> None:
-        self._arenas.close()
-
-    def peer(self, rank: int, layer: int) -> torch.Tensor:
-        if layer == self.broken_layer:
-            self.failed += 1
-            raise OSError("the mapping is gone")
-        return self._arenas.peer(rank, layer)
+    def begin(self, work: Callable[[], None]) -> Completion:
+        return self._inner.begin(work)
 
 
 class Replica:
@@ -96,8 +111,8 @@ class Replica:
 
     def __init__(self, rank: Rank, model: str, geometry: ArenaGeometry, layout: str, limits: Limits) -> None:
         torch.set_grad_enabled(False)
-        self.arenas = FaultyArenas(rank.arenas)
-        self.rank = dataclasses.replace(rank, arenas=self.arenas)
+        self.copies = FaultyCopies(rank, geometry.spec.num_layers)
+        self.rank = dataclasses.replace(rank, copies=self.copies)
         self.geometry = geometry
         self.runner = ModelRunner(model, geometry, self.rank, layout, "float32", limits.max_model_len, ())
         config = SchedulerConfig(
@@ -166,7 +181,7 @@ class Replica:
             self._break_a_table(order.manifest.requests)
         if order is not None and self._hits("memory"):
             transfer.LayerCopies = _no_memory
-        self.arenas.broken_layer = self.fault.layer if self.fault and self._hits("read") else None
+        self.copies.broken_layer = self.fault.layer if self.fault and self._hits("read") else None
         self.runner.settle_copies(run.ahead)
         output, outcome = self.runner.run(run.plan, order)
         if order is not None and self._hits("memory"):
@@ -178,7 +193,7 @@ class Replica:
         self._answer = output, outcome
         if run.ahead is not None:
             self.runner.copy_ahead(run.ahead)
-        self.arenas.broken_layer = None
+        self.copies.broken_layer = None
         self.steps += 1
 
     def _planned(self) -> Any:

@@ -108,14 +108,14 @@ def inject(
             replica.add(base + id, job)
         for _ in range(5):
             replica.step()
-        replica.fault, replica.staged, replica.lossy, replica.arenas.failed = fault, 0, 0, 0
+        replica.fault, replica.staged, replica.lossy, replica.copies.failed = fault, 0, 0, 0
         record = replica.switch(target, method)
         replica.settle(record)
         seen = {
             "after": replica.switcher.layout.name,
             "staged": replica.staged,
             "lossy": replica.lossy,
-            "failed_reads": replica.arenas.failed,
+            "failed_reads": replica.copies.failed,
         }
         replica.fault = None
         for _ in range(3):

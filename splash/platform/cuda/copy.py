@@ -12,8 +12,8 @@ from splash.platform.base import Completion, CopyEngine, Transfer
 from splash.platform.cuda.runtime import runtime
 
 # A copy engine takes about 4 us to be told of an extent: over NVLink 4 it moves those of 1 MB at 305 GB/s and those of
-# 5 MB as fast as it can, which is 360. The kernel reaches 325 with any, and with 32 programs already, which slow compute
-# down by less than a tenth.
+# 5 MB as fast as it can, which is 360. The kernel reaches 325 with any, and with 32 programs already, which slow
+# compute down by less than a tenth.
 _LONG_EXTENT_BYTES = 4 << 20
 _FEW_EXTENTS = 8
 _PROGRAMS = 32
@@ -82,7 +82,7 @@ class ChunkTransfer(Transfer):
 
 
 class CudaCopyEngine(CopyEngine):
-    """Long extents by the GPU's copy engines, which leave its multiprocessors to compute; many short ones by a kernel."""
+    """Long extents by the GPU's copy engines, which leave all of it to compute; many short ones by a kernel."""
 
     is_queued = True
 
