@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -140,7 +141,7 @@ class ModelRunner:
         self._group = group
         self._geometry = geometry
         self._failed_ahead: int | None = None  # the last switch that this rank failed to copy ahead of
-        self._copying: tuple[int, Completion] | None = None  # the switch copied ahead of, and the copies begun last
+        self._copying: deque[tuple[int, Completion]] = deque()  # with the switch they are made ahead of, the last ones
         self._tables = PageTables(group.size)
         self._last = LastTokens(group)
         grammars = Grammars(lambda: _tokenizer(model), spec.vocab_size, eos_token_ids)
@@ -255,7 +256,7 @@ class ModelRunner:
 
         try:
             if self._group.copies.is_queued:
-                self._copying = order.switch, self._group.copies.begin(work)
+                self._copying.append((order.switch, self._group.copies.begin(work)))
             else:
                 work()
         except Exception:
@@ -264,11 +265,15 @@ class ModelRunner:
     def settle_copies(self, ahead: CopyAhead | None) -> None:
         """Before a step: let it see what is still being copied, unless the step comes with more for the same switch.
 
-        While that switch goes on its slots are nobody else's. After that the step may write to them.
+        While that switch goes on, slots that are copied to are nobody else's, but it may let go of them from step to
+        step: so all copies but the last ones are waited for. Without the switch the step may write to any.
         """
-        if self._copying is not None and (ahead is None or ahead.switch != self._copying[0]):
-            self._copying[1].wait()
-            self._copying = None
+        while self._copying:
+            switch, copies = self._copying[0]
+            if len(self._copying) == 1 and ahead is not None and ahead.switch == switch:
+                break
+            self._copying.popleft()
+            copies.wait()
 
     def _sample(
         self, plan: StepPlan, logits: torch.Tensor | None, outcome: SwitchOutcome | None
