@@ -8,7 +8,7 @@ import random
 import statistics
 import sys
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +38,8 @@ Cell = tuple[Direction, str]  # and the way
 
 @dataclass(frozen=True)
 class StepTime:
-    """One step, in seconds: from submission to answer, and from the answer before. `rows` that it computed."""
+    """One step, in seconds: from submission to answer, as `Loop.on_step` has it, and from the answer before. `rows`
+    that it computed."""
 
     seconds: float
     gap: float
@@ -52,22 +53,21 @@ class TimedExecutor(Executor):
 
     def __init__(self, inner: Executor) -> None:
         self._inner = inner
-        self._sent = self._done = time.perf_counter()
-        self._run: Run | None = None
+        self._done = time.perf_counter()
+        self._sent: deque[tuple[float, Run]] = deque()
         self.steps: list[StepTime] = []
 
     def submit(self, run: Run) -> None:
-        self._run = run
-        self._sent = time.perf_counter()
+        self._sent.append((time.perf_counter(), run))
         self._inner.submit(run)
 
     def collect(self) -> Result:
         result = self._inner.collect()
-        now, run = time.perf_counter(), self._run
-        assert run is not None
+        now = time.perf_counter()
+        sent, run = self._sent.popleft()
         rows = sum(len(query.tokens) for query in run.plan.queries)
         self.steps.append(
-            StepTime(now - self._sent, now - self._done, rows, run.switch is not None, run.ahead is not None)
+            StepTime(now - max(sent, self._done), now - self._done, rows, run.switch is not None, run.ahead is not None)
         )
         self._done = now
         return result

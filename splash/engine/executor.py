@@ -22,6 +22,7 @@ from splash.platform.base import Platform
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 5.0
+WORKER = "splash.engine.worker"  # the program of a rank's process
 COLLECTIVE_SHARE = 0.8  # of the step timeout, so that the rank that waits can say for whom
 
 
@@ -105,7 +106,7 @@ class LocalGroup:
         environment = {**os.environ, **self._platform.rank_environment(self._ranks)}
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", "splash.engine.worker", str(theirs.fileno())],
+                [sys.executable, "-m", WORKER, str(theirs.fileno())],
                 pass_fds=(theirs.fileno(), self._board_fd, *self._handle.fds),
                 env=environment,
                 stdin=subprocess.DEVNULL,
