@@ -194,7 +194,7 @@ def test_no_token_is_lost_or_repeated_and_no_page_has_two_users(
         else:
             assert got == want
     assert ahead.scheduler.pool.num_free == list(slots)
-    assert ahead.scheduler.tokens_per_rank == [0] * len(slots)
+    assert ahead.scheduler._tokens == [0] * len(slots)
     ahead.add(num_requests, [1], greedy(max_tokens=1))
     ahead.drain()
     assert set(ahead.group.history) == set(ahead.group.tables) == {num_requests}

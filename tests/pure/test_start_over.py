@@ -79,7 +79,7 @@ class Run:
     def die(self, next_step: int) -> None:
         self.scheduler.start_over()
         self.replace_ranks(next_step)
-        assert self.scheduler.num_running == 0 and self.scheduler.tokens_per_rank == [0] * NUM_RANKS
+        assert self.scheduler.num_running == 0 and self.scheduler._tokens == [0] * NUM_RANKS
         assert self.scheduler.pool.num_free == self.scheduler.pool.num_total == [SLOTS] * NUM_RANKS
 
     def abort(self, id: int) -> None:
