@@ -8,6 +8,7 @@ slot, and leaves room behind what it places so that it can.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Self
 
@@ -46,10 +47,11 @@ class PageAllocator:
         self._heap: list[tuple[bool, int, int]] = []
         state = np.frombuffer(self._state, dtype=np.uint8)
         state[slots] = _FREE
-        taken = np.fromiter(used, dtype=np.int64)
-        assert np.isin(taken, slots).all(), "a page lies in a slot that cannot hold one"
-        assert len(np.unique(taken)) == len(taken), "a slot holds two pages"
+        taken = used if isinstance(used, np.ndarray) else np.fromiter(used, dtype=np.int64)
+        assert not len(taken) or 0 <= taken.min() <= taken.max() < len(state), "a page lies in no slot"
+        assert (state[taken] == _FREE).all(), "a page lies in a slot that cannot hold one"
         state[taken] = _USED
+        assert np.count_nonzero(state == _USED) == len(taken), "a slot holds two pages"
         edges = np.flatnonzero(np.diff((state == _FREE).astype(np.int8), prepend=0, append=0))
         for start, end in edges.reshape(-1, 2).tolist():
             cut = min(max(border, start), end)
@@ -88,14 +90,12 @@ class PageAllocator:
             self._take(start, slot - start, 1, [])
         self.num_free -= len(slots)
 
-    def free(self, slots: Sequence[int]) -> None:
+    def free(self, slots: Sequence[int] | np.ndarray) -> None:
         """Take slots back, in any order. Each must be in use."""
-        ordered = sorted(slots)
-        begin = 0
-        for index in range(1, len(ordered) + 1):
-            if index == len(ordered) or ordered[index] != ordered[index - 1] + 1:
-                self._give_back(ordered[begin], ordered[index - 1] + 1)
-                begin = index
+        ordered = np.sort(np.asarray(slots, dtype=np.int64))
+        gaps = np.flatnonzero(np.diff(ordered) != 1) + 1
+        for begin, end in itertools.pairwise([0, *gaps.tolist(), len(ordered)] if len(ordered) else ()):
+            self._give_back(int(ordered[begin]), int(ordered[end - 1]) + 1)
         self.num_free += len(ordered)
 
     def _take(self, start: int, offset: int, count: int, taken: list[int]) -> None:
@@ -265,19 +265,15 @@ class PagePool:
         self.ranks = len(slots)
         self._holders = [HolderTable(layout, owner, self.ranks) for owner in range(self.ranks)]
         residents = list(resident)
-        self._next_id = max((id for held in residents for id in held.ids), default=-1) + 1
-        # (slot, id): requests that share a page name it alike, and a slot with two names has two pages.
-        pages: list[set[tuple[int, int]]] = [set() for _ in slots]
+        self._next_id = max((max(held.ids) for held in residents if held.ids), default=-1) + 1
         for held in residents:
             assert not len(held) or held.counts == self._holders[held.owner].needs(0, len(held))
             if len(held.ids) < len(held):
                 held.ids = self._new_ids(len(held))
-            for rank, taken in enumerate(pages):
-                own = held.table.slots_cT[:, rank].tolist()
-                taken.update(page for page in zip(own, held.ids, strict=True) if page[0] != NO_SLOT)
-        used = [[slot for slot, _ in taken] for taken in pages]
-        for rank, kept_back in enumerate(withheld):
-            used[rank].extend(kept_back)
+        used = [
+            np.concatenate([own, np.asarray(kept_back, dtype=np.int64)])
+            for own, kept_back in zip(_slots_in_use(residents, self.ranks), withheld or [()] * self.ranks, strict=True)
+        ]
         self._allocators = [PageAllocator(own, taken, border) for own, taken in zip(slots, used, strict=True)]
 
     @classmethod
@@ -332,9 +328,9 @@ class PagePool:
                 held.counts[rank] += need
             supplies.append(iter(slots))
         pages = []
-        for holders in table.holders[first : first + count]:
+        for number in range(first, first + count):
             page = [NO_SLOT] * self.ranks
-            for rank in holders:
+            for rank in table.of(number):
                 page[rank] = next(supplies[rank])
             pages.append(page)
         held.table.extend(pages)
@@ -368,7 +364,7 @@ class PagePool:
         for allocator, own in zip(self._allocators, slots, strict=True):
             allocator.claim(own)
 
-    def free(self, slots: Sequence[Sequence[int]]) -> None:
+    def free(self, slots: Sequence[Sequence[int] | np.ndarray]) -> None:
         """Give back slots of each rank that belong to no request."""
         for allocator, own in zip(self._allocators, slots, strict=True):
             allocator.free(own)
@@ -384,36 +380,40 @@ class PagePool:
         held.ids.clear()
 
 
+def _slots_in_use(residents: Sequence[HeldPages], ranks: int) -> list[np.ndarray]:
+    """By rank, int64, the slots of all pages. Requests that share a page name it alike, and its slot is there once."""
+    in_use = []
+    for rank in range(ranks):
+        slots = [held.table.slots_on(rank) for held in residents]
+        taken = np.concatenate([np.empty(0, dtype=np.int64), *slots])
+        if len(taken) and np.bincount(taken).max() > 1:
+            ids = [np.array(held.ids, dtype=np.int64)[held.table.slots_cT[:, rank] != NO_SLOT] for held in residents]
+            taken = np.unique(np.stack((taken, np.concatenate(ids)), axis=1), axis=0)[:, 0]
+        in_use.append(taken)
+    return in_use
+
+
 class HolderTable:
     """Who holds each page number of any request of one owner: the ownership rule, kept for quick look-up.
 
-    Attributes:
-        holders: the ranks that hold page number 0, 1, ..., as far as they were asked for.
+    It depends on a number only through its remainder by T, so T numbers say all.
     """
 
     def __init__(self, layout: Layout, owner: int, ranks: int) -> None:
-        self._layout = layout
-        self._owner = owner
-        self.holders: list[tuple[int, ...]] = []
+        held = page_holders(np.arange(ranks), np.full(ranks, owner), layout, ranks)
         self._ranks = ranks
-        self._before = [[0] * ranks]  # [c][r]: pages on rank r of those numbered below c
+        self._holders = [tuple(np.flatnonzero(row).tolist()) for row in held]
+        self._before = np.concatenate((np.zeros((1, ranks), dtype=np.int64), np.cumsum(held, axis=0))).tolist()
 
     def of(self, number: int) -> tuple[int, ...]:
         """The ranks that hold page `number`."""
-        if number >= len(self.holders):
-            self._reach(number + 1)
-        return self.holders[number]
+        return self._holders[number % self._ranks]
 
     def needs(self, first: int, count: int) -> list[int]:
         """Pages on each rank among the pages first .. first + count - 1."""
-        self._reach(first + count)
-        return [end - start for start, end in zip(self._before[first], self._before[first + count], strict=True)]
+        return [end - start for start, end in zip(self._below(first), self._below(first + count), strict=True)]
 
-    def _reach(self, end: int) -> None:
-        if end <= len(self.holders):
-            return
-        end = max(end, 2 * len(self.holders), 64)
-        numbers = np.arange(len(self.holders), end)
-        held = page_holders(numbers, np.full(len(numbers), self._owner), self._layout, self._ranks)
-        self._before += (np.array(self._before[-1]) + np.cumsum(held, axis=0)).tolist()
-        self.holders.extend(tuple(np.flatnonzero(row).tolist()) for row in held)
+    def _below(self, number: int) -> list[int]:
+        """Pages on each rank of those numbered below `number`."""
+        times, rest = divmod(number, self._ranks)
+        return [times * all + some for all, some in zip(self._before[-1], self._before[rest], strict=True)]

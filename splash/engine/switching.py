@@ -16,7 +16,7 @@ from splash.core.decision import Decision
 from splash.core.errors import CapacityError, ConfigError
 from splash.core.layout import KV, Layout, Projections, check_layout
 from splash.core.memory import ArenaGeometry
-from splash.core.pages import HeldPages, PagePool, PageTable
+from splash.core.pages import HeldPages, HolderTable, PageTable
 from splash.core.step import NO_SLOT
 from splash.engine.ahead import AheadCopies
 from splash.engine.messages import Run
@@ -319,13 +319,15 @@ class Switcher:
 
     def _never_fits(self, active: _Active) -> str:
         """Why a live request could never run to its end in the target, even alone, or an empty string."""
-        pool = PagePool.of_geometry(self._geometry, active.target)
-        page_size = self._geometry.page_size
+        ranks, page_size = self._geometry.ranks, self._geometry.page_size
+        room = [len(self._geometry.page_slots(active.target, rank)) for rank in range(ranks)]
+        holders = [HolderTable(active.target, owner, ranks) for owner in range(ranks)]
         for request in self._scheduler.requests:
             num_pages = -(-request.max_positions // page_size)
-            if not any(pool.fits_alone(owner, num_pages) for owner in range(pool.ranks)):
+            needs = (table.needs(0, num_pages) for table in holders)
+            if not any(all(num <= most for num, most in zip(own, room, strict=True)) for own in needs):
                 return (
-                    f"layout {active.target} has room for {pool.num_total} pages on the ranks, and a live request may "
+                    f"layout {active.target} has room for {room} pages on the ranks, and a live request may "
                     f"grow to {num_pages} pages of {page_size} tokens"
                 )
         return ""
@@ -416,7 +418,7 @@ class Switcher:
                 reason += "; the cache is lost, and what ran is computed again"
             self._end("failed", reason)
             return False
-        self._scheduler.pool.free([slots.tolist() for slots in active.planned.withheld])
+        self._scheduler.pool.free(active.planned.withheld)
         ahead_kv = ahead.kv_bytes if ahead is not None else [0] * self._geometry.ranks
         ahead_weights = ahead.weight_bytes if ahead is not None else [0] * self._geometry.ranks
         record.kv_bytes_received = [a + b for a, b in zip(ahead_kv, outcome.kv_bytes, strict=True)]

@@ -367,6 +367,8 @@ class PrefixCache(PagePool):
             usable: by rank, bool [slots], where those may lie that are not taken along.
             taken_along: see `arrived`.
         """
+        if not any(self._idle):
+            return []
         by_request = target.kv is KV.REQUEST
         there: dict[bytes, set[int]] = {b"": set(range(self.ranks if by_request else 1))}  # key -> places
         for held, owner in owners:
@@ -409,7 +411,7 @@ class PrefixCache(PagePool):
         """
         self._next_id, self._clock = max(self._next_id, before._next_id), before._clock
         self._releases, self._waits = before._releases, before._waits
-        for old, new in moved:
+        for old, new in moved if before._by_id else ():
             place, old_place = self._place(new.owner), before._place(old.owner)
             for number, id in enumerate(new.ids):
                 known = before._by_id.get((id, old_place))
