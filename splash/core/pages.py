@@ -82,6 +82,12 @@ class PageAllocator:
         """Whether all of some slots are free."""
         return all(self._state[slot] == _FREE for slot in slots)
 
+    def free_flags(self, num_slots: int) -> np.ndarray:
+        """bool [num_slots]: which slots are free."""
+        flags = np.zeros(num_slots, dtype=bool)
+        flags[: len(self._state)] = np.frombuffer(self._state, dtype=np.uint8) == _FREE
+        return flags
+
     def claim(self, slots: Sequence[int]) -> None:
         """Take particular slots, all of them free. Costs O(extents) a slot."""
         for slot in slots:
@@ -190,6 +196,10 @@ class PageTable:
             return
         self._buffer[self._length] = page
         self._length += 1
+
+    def truncate(self, length: int) -> None:
+        """Forget the pages from number `length` on."""
+        self._length = min(self._length, length)
 
     def rows(self, start: int, stop: int) -> tuple[tuple[int, ...], ...]:
         """The pages start .. stop - 1, for a message."""
@@ -354,6 +364,10 @@ class PagePool:
     def _new_ids(self, count: int) -> list[int]:
         self._next_id += count
         return list(range(self._next_id - count, self._next_id))
+
+    def free_flags(self, num_slots: int) -> list[np.ndarray]:
+        """By rank, bool [num_slots]: the slots that are free, and hold nothing that anybody could want."""
+        return [allocator.free_flags(num_slots) for allocator in self._allocators]
 
     def are_free(self, slots: Sequence[Sequence[int]]) -> bool:
         """Whether all of some slots of each rank are free."""

@@ -2,23 +2,68 @@
 
 History is append-only, so a page copied now is right for ever up to the positions that were written then. A switch
 commits with nothing left to move once all that is written, the step before the commit included, has been copied.
+
+A page that is full and where the target wants it is *prepared*: the ranks are told where it will lie, and neither the
+plans that follow nor the commit look at it again. So each step plans a *window* of the pages that are left, and the
+commit the last pages of each request. Cached pages that no request uses are in all plans, and so are requests that
+share a page with one that wants it on other ranks: there it depends on all of them at once where a page lies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from splash.core.layout import Layout
 from splash.core.memory import ArenaGeometry
-from splash.core.pages import PagePool
+from splash.core.ownership import page_holders
+from splash.core.pages import PagePool, PageTable
 from splash.core.step import NO_SLOT
-from splash.switch.manifest import Occupancy, Planned, plan_switch, rank_copies, settle, slots_under
-from splash.switch.orders import CopyAhead
+from splash.switch.manifest import (
+    Occupancy,
+    Planned,
+    SwitchCounts,
+    count,
+    plan_switch,
+    rank_copies,
+    settle,
+    slots_under,
+)
+from splash.switch.orders import CopyAhead, PreparedPages
+from splash.switch.placement import Flags, Slots, page_numbers
+from splash.switch.prepared import chain
 
 LAST_SHARE = 0.1  # of a step's bytes: so little may be copied right before the commit
+KEPT_BACK = 3  # orders for which slots that were given up are kept
+FEW_PAGES = 8  # the least window
+MANY_PAGES = 4096  # the largest: they are planned in about a millisecond
+
+
+@dataclass
+class _Prepared:
+    """The prepared pages of one request, from its first on.
+
+    `own` is the table that they are in, which a request that loses its pages gets anew; `owner` that in the target.
+    """
+
+    own: PageTable
+    owner: int
+    source: PageTable
+    target: PageTable
+    ids: list[npt.NDArray[np.int64]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A request as it is now: its page table, the owner wanted, and how many of its first pages are sure to be full."""
+
+    table: PageTable
+    owner: int
+    full: int
 
 
 class AheadCopies:
@@ -44,14 +89,54 @@ class AheadCopies:
         self._covered: dict[int, list[int]] = {}  # positions copied to it
         self._weights: list[tuple[int, int, int, int]] | None = None  # (rank, head group, peer, layer) still to copy
         self._under: list[list[int]] = [[] for _ in range(geometry.ranks)]  # slots claimed under weights, by rank
+        self._moves_pages = True
         self._caught_up = False  # whether the step before copied all that was left
+        self._prepared: dict[int, _Prepared] = {}  # by request
+        self._whole: set[int] = set()  # requests of which no page is prepared
+        self._digest = 0
+        # By rank and slot, how many requests have a prepared page that lies there, or will.
+        self._lies, self._will_lie = np.zeros((2, geometry.ranks, geometry.num_slots), dtype=np.int32)
+        self._known: frozenset[PageTable] = frozenset()  # those of the last occupancy
+        # Slots that nobody wants any more, by order. Copies to them may run until the second order after that.
+        self._given_up: deque[list[list[int]]] = deque([[]])
         self.kv_bytes = [0] * geometry.ranks
         self.weight_bytes = [0] * geometry.ranks
 
+    # --- planning ---
+
     def plan(self, occupancy: Occupancy, owners: Sequence[int], epoch: int) -> Planned:
         """The switch as it would be committed now, with what has been copied marked as settled."""
-        self._give_up_stale(occupancy)
-        planned = plan_switch(occupancy, self._target, owners, self._geometry, epoch, self._slots)
+        self._give_up_stale(occupancy, owners)
+        planned = self._plan(*self._rest(occupancy, owners, None), epoch)
+        if self._prepared and not planned.manifest.abandonable and all(request >= 0 for request in occupancy.requests):
+            # Pages would be overwritten, which the ranks can only do with all of them in sight.
+            for request in list(self._prepared):
+                self._forget(request)
+            planned = self._plan(*self._rest(occupancy, owners, None), epoch)
+        tables = {
+            request: np.concatenate((self._prepared[request].target.slots_cT, table))
+            if request in self._prepared
+            else table
+            for request, table in planned.tables.items()
+        }
+        return replace(planned, tables=tables)
+
+    def count(self, planned: Planned) -> SwitchCounts:
+        """What a plan of `plan` and everything before it do."""
+        manifest, prepared = planned.manifest, self._prepared.values()
+        before = np.concatenate([*(own.source.slots_cT for own in prepared), manifest.source_pT()])
+        after = np.concatenate([*(own.target.slots_cT for own in prepared), manifest.target_pT()])
+        ids = np.concatenate([*(id for own in prepared for id in own.ids), planned.pages])
+        _, first, which = np.unique(ids, return_index=True, return_inverse=True)
+        if len(first) < len(ids):  # a page that several requests claim is where any of them has it
+            before, after = (_most(slots, which, len(first)) for slots in (before, after))
+        return count(manifest, self._geometry, (before, after))
+
+    def _plan(self, rest: Occupancy, owners: Sequence[int], epoch: int) -> Planned:
+        assert rest.pages is not None
+        ids = rest.page_c().tolist() if self._slots else []
+        chosen = {page: self._slots[page] for page in ids if page in self._slots}
+        planned = plan_switch(rest, self._target, owners, self._geometry, epoch, chosen)
         manifest, ranks = planned.manifest, self._geometry.ranks
         nothing = [0] * ranks
         covered = [self._covered.get(page, nothing) for page in planned.pages.tolist()]
@@ -59,24 +144,151 @@ class AheadCopies:
         settled[manifest.target_pT() == NO_SLOT] = 0
         pending = {rank for rank, _, _, _ in self._weights} if self._weights is not None else range(ranks)
         weights_settled = [rank not in pending for rank in range(ranks)]
-        return replace(planned, manifest=settle(manifest, settled, weights_settled))
+        digest = self._digest if self._prepared else 0
+        return replace(planned, manifest=settle(manifest, settled, weights_settled, digest))
 
-    def _give_up_stale(self, occupancy: Occupancy) -> None:
-        """Give back what was claimed for pages that no request claims any more."""
-        gone = self._slots.keys() - set(occupancy.page_c().tolist())
-        self._pool.free(_by_rank([self._slots.pop(page) for page in gone], self._geometry.ranks))
+    def _rest(
+        self, occupancy: Occupancy, owners: Sequence[int], window: int | None
+    ) -> tuple[Occupancy, tuple[int, ...]]:
+        """The pages that are not prepared: all, or the first `window` of those that are written.
+
+        Where it is a window, whatever is not free is in use by pages that are not in it.
+
+        Returns:
+            the pages, and the owner wanted of each request that they are of.
+        """
+        while True:
+            rest, wanted = self._cut_out(occupancy, owners, window)
+            wanted_cT = page_holders(
+                page_numbers(rest.lengths()) + np.repeat(np.array(rest.first, dtype=np.int64), rest.lengths()),
+                np.repeat(np.array(wanted, dtype=np.int64), rest.lengths()),
+                self._target,
+                self._geometry.ranks,
+            )
+            shared = self._shared(rest)
+            clashing = self._clashing(rest, wanted_cT, shared) if shared else []
+            if not clashing:
+                return replace(rest, prepared=self._flags(rest, wanted_cT, shared, window is not None)), wanted
+            for request in clashing:
+                self._forget(request)
+            self._whole.update(clashing)
+
+    def _is_whole(self, request: int) -> bool:
+        """Whether all pages of a request are in every plan."""
+        return request < 0 or request in self._whole
+
+    def _cut_out(
+        self, occupancy: Occupancy, owners: Sequence[int], window: int | None
+    ) -> tuple[Occupancy, tuple[int, ...]]:
+        assert occupancy.pages is not None
+        size, ranks, left = self._geometry.page_size, self._geometry.ranks, window
+        chosen, tables, pages, first, written = [], [], [], [], []
+        for index, (request, table) in enumerate(zip(occupancy.requests, occupancy.tables, strict=True)):
+            begin = len(self._prepared[request].target) if request in self._prepared else 0
+            end, positions = len(table), occupancy.written[index]
+            if left is not None and not self._is_whole(request):
+                end = min(-(-positions // size), begin + left)
+                positions = min(positions, end * size)
+                left -= end - begin
+                if end == begin:
+                    continue
+            chosen.append(index)
+            tables.append(PageTable(ranks, table.slots_cT[begin:end]))
+            pages.append(occupancy.pages[index][begin:end])
+            first.append(begin)
+            written.append(positions)
+        rest = replace(
+            occupancy,
+            requests=tuple(occupancy.requests[index] for index in chosen),
+            owners=tuple(occupancy.owners[index] for index in chosen),
+            written=tuple(written),
+            tables=tuple(tables),
+            pages=tuple(pages),
+            first=tuple(first),
+        )
+        return rest, tuple(owners[index] for index in chosen)
+
+    def _shared(self, rest: Occupancy) -> dict[int, npt.NDArray[np.intp]]:
+        """By request, which of its prepared pages are in the rest as well, for another request."""
+        ids = rest.page_c()
+        rows = {
+            request: np.flatnonzero(np.isin(np.concatenate(own.ids), ids)) for request, own in self._prepared.items()
+        }
+        return {request: own for request, own in rows.items() if len(own)}
+
+    def _clashing(self, rest: Occupancy, wanted_cT: Flags, shared: Mapping[int, npt.NDArray[np.intp]]) -> list[int]:
+        """Requests with a shared page that the rest has on other ranks, before the switch or after it."""
+        ids, which = np.unique(rest.page_c(), return_inverse=True)
+        lies = _most(np.concatenate([table.slots_cT for table in rest.tables]), which, len(ids))
+        will_lie = _most(wanted_cT.astype(np.int32), which, len(ids)) > 0
+        clashing = []
+        for request, rows in shared.items():
+            own = self._prepared[request]
+            found = np.searchsorted(ids, np.concatenate(own.ids)[rows])
+            wanted = own.target.slots_cT[rows] != NO_SLOT
+            if not ((lies[found] == own.source.slots_cT[rows]) & (will_lie[found] == wanted)).all():
+                clashing.append(request)
+        return clashing
+
+    def _flags(
+        self, rest: Occupancy, wanted_cT: Flags, shared: Mapping[int, npt.NDArray[np.intp]], is_window: bool
+    ) -> tuple[tuple[Flags, Flags], ...] | None:
+        """What `Occupancy.prepared` says of the pages that are not in `rest`."""
+        if not self._prepared and not is_window:
+            return None
+        lies, will_lie = self._lies > 0, self._will_lie > 0
+        ids = rest.page_c()
+        if is_window:
+            lies |= ~np.stack(self._pool.free_flags(self._geometry.num_slots))
+            claimed = [c for c, page in enumerate(ids.tolist()) if page in self._slots]
+            slots_cT = np.array([self._slots[page] for page in ids[claimed].tolist()], dtype=np.int32)
+            slots_cT = np.where(wanted_cT[claimed], slots_cT.reshape(-1, self._geometry.ranks), NO_SLOT)
+            for rank, slots in enumerate(slots_cT.T):
+                lies[rank, slots[slots != NO_SLOT]] = False
+        # A page that is prepared for one request and in the rest for another has one slot for both.
+        for request, rows in shared.items():
+            for rank, slots in enumerate(self._prepared[request].target.slots_cT[rows].T):
+                will_lie[rank, slots[slots != NO_SLOT]] = False
+        return tuple(zip(lies, will_lie, strict=True))
+
+    def _give_up_stale(self, occupancy: Occupancy, owners: Sequence[int]) -> None:
+        """Forget requests that are gone, or will have another owner, and give back what only they claimed."""
+        assert occupancy.pages is not None
+        now = dict(zip(occupancy.requests, zip(occupancy.tables, owners, strict=True), strict=True))
+        self._whole &= now.keys()
+        for request, own in list(self._prepared.items()):
+            table, owner = now.get(request, (None, -1))
+            if table is not own.own or owner != own.owner:
+                self._forget(request)
+        known, self._known = self._known, frozenset(occupancy.tables)  # cached pages are in a new table each time
+        if known <= self._known:
+            return
+        gone = self._slots.keys() - {page for pages in occupancy.pages for page in pages}
+        self._given_up[-1] += [self._slots.pop(page) for page in gone]
         for page in gone:
             del self._covered[page]
 
+    def _forget(self, request: int) -> None:
+        self._count_slots(self._prepared.pop(request), slice(None), -1)
+
+    def _count_slots(self, own: _Prepared, rows: slice, times: int) -> None:
+        for counts, table in ((self._lies, own.source), (self._will_lie, own.target)):
+            for rank, slots in enumerate(table.slots_cT[rows].T):
+                counts[rank, slots[slots != NO_SLOT]] += times
+
+    # --- copying ---
+
     def begin(self, planned: Planned) -> str:
         """Claim the room under weights to fetch. Returns why copying ahead is impossible, or an empty string."""
-        manifest = planned.manifest
+        manifest, moves_pages = planned.manifest, False
         wanted = []
         for rank in range(manifest.ranks):
             copies = rank_copies(manifest, self._geometry, rank)
             if copies.num_staged or copies.weights_staged:
                 return f"rank {rank} has no room to copy ahead without overwriting what is in use"
             wanted.append(copies.weights)
+            moves_pages |= len(copies.peer) > 0
+        self._moves_pages = moves_pages
         reserved = manifest.source_pT()
         for rank, weights in enumerate(wanted):
             under = set(slots_under(self._geometry, [group for group, _ in weights]).tolist())
@@ -94,57 +306,124 @@ class AheadCopies:
         return ""
 
     def next(
-        self, occupancy: Occupancy, owners: Sequence[int], epoch: int, step_bytes: int
+        self, occupancy: Occupancy, owners: Sequence[int], full: Sequence[int], epoch: int, step_bytes: int
     ) -> tuple[CopyAhead | None, bool]:
-        """What to copy after the step that `occupancy` includes, and whether the next step may commit.
+        """What to copy once the step that `occupancy` includes is over, and whether the step after that may commit.
 
         A rank copies at most `step_bytes`, and beyond them what was begun: a page, or a head group of a layer.
-        Returns None where room for further pages has run out: the switch has to commit with copies.
+
+        Args:
+            occupancy: the requests and pages, the rows of the step in flight included.
+            owners: the owner wanted, one a request.
+            full: for each request, cached pages apart, the number of its pages that were full before that step. Only
+                from then on does a page keep its number in `Occupancy.pages`.
+            epoch: of the source state.
+            step_bytes: as above.
+
+        Returns:
+            the order, or None where room for further pages has run out: the switch has to commit with copies.
         """
-        planned = self.plan(occupancy, owners, epoch)
-        manifest, ranks = planned.manifest, self._geometry.ranks
+        ranks, size = self._geometry.ranks, self._geometry.page_size
+        self._give_up_stale(occupancy, owners)
+        self._given_up.append([])
+        if len(self._given_up) > KEPT_BACK:
+            self._pool.free(_by_rank(self._given_up.popleft(), ranks))
+        layer_token = self._geometry.kv.token_bytes * self._geometry.spec.num_layers
+        window = MANY_PAGES
+        if self._moves_pages:  # then so many fill a step on every rank
+            window = min(max(FEW_PAGES, 2 * ranks * step_bytes // (layer_token * size)), MANY_PAGES)
+        window += 2 * len(occupancy.requests)  # each has pages at its end that are not full
+        planned = self._plan(*self._rest(occupancy, owners, window), epoch)
+        left = sum(
+            -(-num // size)
+            for request, num in zip(occupancy.requests, occupancy.written, strict=True)
+            if not self._is_whole(request)
+        ) - sum(len(own.target) for own in self._prepared.values())
+        manifest = planned.manifest
         copies = [rank_copies(manifest, self._geometry, rank) for rank in range(ranks)]
-        if any(own.num_staged for own in copies):
-            return None, False
         pages, after = planned.pages.tolist(), manifest.target_pT()
-        before, filled = manifest.source_pT(), manifest.filled_p(self._geometry.page_size)
+        before, filled = manifest.source_pT(), manifest.filled_p(size)
         peers, settled = manifest.peers_pT(), manifest.settled_pT()
         todo = (after != NO_SLOT) & (after != before) & (settled < filled[:, None])
         nothing = [NO_SLOT] * ranks
         claimed = np.array([self._slots.get(page, nothing) for page in pages], dtype=np.int32).reshape(-1, ranks)
         unclaimed = todo & (claimed == NO_SLOT)
-        if not self._pool.are_free([after[unclaimed[:, rank], rank].tolist() for rank in range(ranks)]):
+        if any(own.num_staged for own in copies) or not self._pool.are_free(
+            [after[unclaimed[:, rank], rank].tolist() for rank in range(ranks)]
+        ):
             return None, False  # what is left are slots that are reserved for tokens to come
         budget = [step_bytes] * ranks
         weights, done = self._next_weights(budget)
-        chosen: list[list[tuple[int, int, int, int, int]]] = [[] for _ in range(ranks)]
-        layer_token = self._geometry.kv.token_bytes * self._geometry.spec.num_layers
-        to_claim: list[list[int]] = [[] for _ in range(ranks)]
-        for row in np.flatnonzero(todo.any(axis=1)).tolist():
-            last = int(filled[row])
-            todo_ranks = np.flatnonzero(todo[row]).tolist()
-            if any(budget[rank] <= 0 for rank in todo_ranks):
-                done = False
-                break
-            slots = self._slots.setdefault(pages[row], [NO_SLOT] * ranks)
-            covered = self._covered.setdefault(pages[row], [0] * ranks)
-            for rank in todo_ranks:
-                if slots[rank] == NO_SLOT:
-                    slots[rank] = int(after[row, rank])
-                    to_claim[rank].append(slots[rank])
-                first, local = int(settled[row, rank]), before[row, rank] != NO_SLOT
-                peer = rank if local else int(peers[row, rank])
-                chosen[rank].append((peer, int(before[row, peer]), slots[rank], first, last))
-                budget[rank] -= (last - first) * layer_token
-                self.kv_bytes[rank] += 0 if local else (last - first) * layer_token
-                covered[rank] = last
-        self._pool.claim(to_claim)
-        by_rank = tuple(np.array(own, dtype=np.int32).reshape(-1, 5).tobytes() for own in chosen)
+        done &= left <= window
+        size_pT = np.where(todo, filled[:, None] - settled, 0) * layer_token
+        # A page begins as long as every rank that copies it has bytes left.
+        has_room = (np.cumsum(size_pT, axis=0) - size_pT < np.array(budget)) | ~todo
+        fits = has_room.all(axis=1)
+        num = len(fits) if fits.all() else int(fits.argmin())
+        done &= num == len(fits)
+        todo[num:] = False
+        size_pT[num:] = 0
+        budget = [left - taken for left, taken in zip(budget, size_pT.sum(axis=0).tolist(), strict=True)]
+        by_rank = []
+        for rank in range(ranks):
+            rows = np.flatnonzero(todo[:, rank])
+            is_local = before[rows, rank] != NO_SLOT
+            peer = np.where(is_local, rank, peers[rows, rank])
+            ends = (settled[rows, rank], filled[rows])
+            table = np.stack((peer, before[rows, peer], after[rows, rank], *ends), axis=1)
+            by_rank.append(table.astype(np.int32).tobytes())
+            self.kv_bytes[rank] += int(size_pT[rows[~is_local], rank].sum())
+        self._pool.claim([after[todo[:, rank] & unclaimed[:, rank], rank].tolist() for rank in range(ranks)])
+        settled = np.where(todo, filled[:, None], settled)
+        rows = np.flatnonzero(todo.any(axis=1))
+        for row, slots, copied in zip(
+            rows.tolist(), np.where(todo, after, claimed)[rows].tolist(), np.where(todo, settled, 0)[rows].tolist(),
+            strict=True,
+        ):  # fmt: skip
+            page = pages[row]
+            self._slots[page] = slots
+            self._covered[page] = list(map(max, copied, self._covered.get(page, nothing)))
+        there_pT = (after == NO_SLOT) | (after == before) | (settled >= size)
+        now = zip(occupancy.requests, occupancy.tables, owners, strict=True)
+        mine = [own for own in now if own[0] >= 0]
+        running = {id: _Running(table, owner, num) for (id, table, owner), num in zip(mine, full, strict=True)}
+        prepared = self._prepare(running, planned, there_pT.all(axis=1))
         # The commit waits for the copies of the step before. Where those are many, one step more leaves only its own.
         is_small = min(budget) >= step_bytes * (1 - LAST_SHARE)
-        ends = done and (is_small or self._caught_up)
+        may_commit = done and (is_small or self._caught_up)
         self._caught_up = done
-        return CopyAhead(self._switch, by_rank, weights), ends
+        return CopyAhead(self._switch, tuple(by_rank), weights, prepared), may_commit
+
+    def _prepare(
+        self, running: Mapping[int, _Running], planned: Planned, is_there_p: Flags
+    ) -> tuple[PreparedPages, ...]:
+        """The full pages of a window that need nothing more, as far as those before them need nothing either.
+
+        `is_there_p`: every rank that wants the page has it where it will lie.
+        """
+        manifest, ranks = planned.manifest, self._geometry.ranks
+        is_request_c = np.repeat(np.array(manifest.requests, dtype=np.int64) >= 0, manifest.num_pages)
+        pages_c = manifest.pages_c()[is_request_c]
+        ready_c, ids_c = is_there_p[pages_c], planned.pages[pages_c]
+        before_cT, first_of = manifest.source_tables(), dict(zip(manifest.requests, manifest.first, strict=True))
+        prepared, start = [], 0
+        for request, after_cT in manifest.target_tables().items():
+            first, now = first_of[request], running[request]
+            ready = ready_c[start : start + len(after_cT)]
+            num = min(len(ready) if ready.all() else int(ready.argmin()), now.full - first)
+            if num > 0 and not self._is_whole(request):
+                own = self._prepared.get(request)
+                if own is None:
+                    own = self._prepared[request] = _Prepared(now.table, now.owner, PageTable(ranks), PageTable(ranks))
+                source, target = before_cT[start : start + num], after_cT[:num]
+                own.source.extend(source)
+                own.target.extend(target)
+                own.ids.append(ids_c[start : start + num].astype(np.int64))
+                self._count_slots(own, slice(first, first + num), 1)
+                prepared.append(PreparedPages(request, first, source.tobytes(), target.tobytes()))
+            start += len(after_cT)
+        self._digest = chain(self._digest, tuple(prepared))
+        return tuple(prepared)
 
     def _next_weights(self, budget: list[int]) -> tuple[tuple[tuple[tuple[int, int, int], ...], ...], bool]:
         assert self._weights is not None, "begin() first"
@@ -161,10 +440,26 @@ class AheadCopies:
         self._weights = left
         return tuple(tuple(own) for own in chosen), not left
 
+    def take_back(self, order: CopyAhead) -> None:
+        """Undo an order that nobody was given. No request may run: so what was copied before is of no use either."""
+        assert self._weights is not None
+        group_bytes = self._geometry.attention_bytes // self._geometry.ranks
+        layer_token = self._geometry.kv.token_bytes * self._geometry.spec.num_layers
+        for rank, weights in enumerate(order.weights):
+            copies = order.rank_copies(rank)
+            self.kv_bytes[rank] -= int((copies.last - copies.first)[copies.peer != rank].sum()) * layer_token
+            self.weight_bytes[rank] -= group_bytes * len(weights)
+            self._weights += [(rank, *copied) for copied in weights]
+        self._given_up[-1] += self._slots.values()
+        self._slots.clear()
+        self._covered.clear()
+
     def abandon(self) -> None:
         """Give every claimed slot back to the pool."""
-        self._pool.free(_by_rank(self._slots.values(), self._geometry.ranks))
+        for slots in (self._slots.values(), *self._given_up):
+            self._pool.free(_by_rank(slots, self._geometry.ranks))
         self._pool.free(self._under)
+        self._given_up = deque([[]])
         self._slots.clear()
         self._covered.clear()
         self._under = [[] for _ in self._under]
@@ -177,3 +472,10 @@ def _by_rank(pages: Iterable[Sequence[int]], ranks: int) -> list[list[int]]:
             if slot != NO_SLOT:
                 by_rank[rank].append(slot)
     return by_rank
+
+
+def _most(slots: Slots, which: npt.NDArray[np.intp], num_pages: int) -> Slots:
+    """[num_pages, T]: the largest slot of the rows of each page, which is NO_SLOT where all are."""
+    most = np.full((num_pages, slots.shape[1]), NO_SLOT, dtype=np.int32)
+    np.maximum.at(most, which, slots)
+    return most

@@ -184,6 +184,8 @@ class Loop:
             sent = self._clock()
             self.executor.submit(run)
             self._in_flight.append((sent, run.plan.layout, rows))
+            assert self.switcher.active is None or len(self._in_flight) == 1
+            self.switcher.look_ahead(run.plan)
             self.steering.ask()
 
     def check(self) -> None:

@@ -31,6 +31,7 @@ from splash.model.transformer import Transformer
 from splash.platform.base import Completion, Rank
 from splash.platform.host_copies import upload
 from splash.switch.orders import CopyAhead, SwitchOrder, SwitchOutcome
+from splash.switch.prepared import Preparation
 from splash.switch.transfer import Handoff, LayerCopies, copy_head_group
 
 if TYPE_CHECKING:
@@ -141,6 +142,7 @@ class ModelRunner:
         self._group = group
         self._geometry = geometry
         self._failed_ahead: int | None = None  # the last switch that this rank failed to copy ahead of
+        self._coming = Preparation(0, group.size)  # the tables of a switch to come
         self._copying: deque[tuple[int, Completion]] = deque()  # with the switch they are made ahead of, the last ones
         self._tables = PageTables(group.size)
         self._last = LastTokens(group)
@@ -235,8 +237,9 @@ class ModelRunner:
         manifest = order.manifest
         handoff = Handoff(manifest, self._geometry, self._group, order.layerwise)
         own_tables = {request: self._tables.slots(request) for request in manifest.requests if request >= 0}
-        handoff.agree(own_tables, copied_ahead=self._failed_ahead != order.switch)
-        tables = PageTables(self._group.size, manifest.target_tables())
+        coming, self._coming = self._coming, Preparation(0, self._group.size)
+        handoff.agree(own_tables, self._failed_ahead != order.switch, coming.matches(manifest))
+        tables = PageTables(self._group.size, coming.tables(manifest))
         tables.release(plan.released)  # a request that moves may lose its pages to another in this very step
         logits = self._forward(plan, tables, handoff)
         self._tables = tables
@@ -250,11 +253,16 @@ class ModelRunner:
         """
 
         def work() -> None:
+            if not order.copies_anything:
+                return
             LayerCopies(order.rank_copies(self._group.rank), self._geometry, self._group).read_all()
             for head_group, peer, layer in order.weights[self._group.rank]:
                 copy_head_group(head_group, peer, layer, self._geometry, self._group)
 
         try:
+            if self._coming.switch != order.switch:
+                self._coming = Preparation(order.switch, self._group.size)
+            self._coming.add(order.prepared, self._tables)
             if self._group.copies.is_queued:
                 self._copying.append((order.switch, self._group.copies.begin(work)))
             else:

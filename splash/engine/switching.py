@@ -17,8 +17,8 @@ from splash.core.errors import CapacityError, ConfigError
 from splash.core.layout import KV, Layout, Projections, check_layout
 from splash.core.memory import ArenaGeometry
 from splash.core.pages import HeldPages, HolderTable, PageTable
-from splash.core.step import NO_SLOT
-from splash.engine.ahead import AheadCopies
+from splash.core.step import NO_SLOT, StepPlan
+from splash.engine.ahead import MANY_PAGES, AheadCopies
 from splash.engine.messages import Run
 from splash.scheduler.owners import balance_owners
 from splash.scheduler.prefix_cache import MOST_TAKEN_ALONG, Chain, PrefixCache
@@ -26,7 +26,7 @@ from splash.scheduler.request import Rebase
 from splash.scheduler.scheduler import Scheduler
 from splash.switch.checks import validate
 from splash.switch.manifest import Occupancy, Planned, count, page_flags, plan_switch, rank_copies
-from splash.switch.orders import METHODS, SwitchOrder, SwitchOutcome, SwitchRecord
+from splash.switch.orders import METHODS, CopyAhead, SwitchOrder, SwitchOutcome, SwitchRecord
 
 HISTORY = 1000
 
@@ -60,6 +60,7 @@ class _Active:
     chains: tuple[Chain, ...] = ()  # that the last plan takes along
     ahead: AheadCopies | None = None
     commit_next: bool = False
+    ordered: tuple[CopyAhead | None, bool] | None = None  # what the next step copies, and whether the one after commits
     before: Rebase | None = None
     planned: Planned | None = None
     asked_at: float = 0.0
@@ -279,7 +280,8 @@ class Switcher:
             return
         counts = count(planned.manifest, self._geometry)
         moves_bytes = any(counts.kv_bytes) or any(counts.weight_bytes) or any(counts.moved)
-        if record.asked in ("auto", "precopy") and active.may_copy_ahead and moves_bytes and self._scheduler.running:
+        is_work = moves_bytes or len(planned.pages) > MANY_PAGES
+        if record.asked in ("auto", "precopy") and active.may_copy_ahead and is_work and self._scheduler.running:
             ahead = AheadCopies(record.id, active.target, self._geometry, self._scheduler.pool)
             record.reason = ahead.begin(planned)
             if not record.reason:
@@ -291,13 +293,14 @@ class Switcher:
         if shortage := self._staging_shortage(planned):
             self._wait(active, shortage)
             return
+        active.planned = planned  # it is committed at this very boundary
         active.commit_next = True
 
     def _wait(self, active: _Active, reason: str) -> None:
         """Let running requests end, and none begin, until the switch fits. What was copied ahead is given up."""
         if active.ahead is not None:
             active.ahead.abandon()
-            active.ahead, active.may_copy_ahead = None, False
+            active.ahead, active.ordered, active.may_copy_ahead = None, None, False
         active.commit_next = False
         active.record.status, active.record.reason = "waiting", f"{reason}; admission is held"
         active.record.waited_steps += 1
@@ -332,14 +335,32 @@ class Switcher:
                 )
         return ""
 
-    def _copy_ahead(self, active: _Active, ahead: AheadCopies, run: Run) -> Run:
-        """Add to a step what is copied after it."""
+    def look_ahead(self, plan: StepPlan) -> None:
+        """While `plan` is in flight, and no other step: do what the next one needs of the switch under way."""
+        active = self._active
+        if active is None:
+            return
+        if active.before is not None:
+            self._describe(active)
+        elif active.ahead is not None and active.ordered is None and not active.commit_next:
+            active.ordered = self._order(active, active.ahead, plan)
+
+    def _order(self, active: _Active, ahead: AheadCopies, plan: StepPlan) -> tuple[CopyAhead | None, bool]:
+        """What to copy next, once the step of `plan` is over, and whether the step after may commit."""
         occupancy = self._occupancy(active.target)
         moved = self._with_chains(active, occupancy, self._owners(active, occupancy))
+        before = {query.request: query.start for query in plan.queries}
+        positions = [before.get(request.id, request.num_computed) for request in self._scheduler.running]
+        full = [num // self._geometry.page_size for num in positions]
         try:
-            order, done = ahead.next(moved.occupancy, moved.owners, self._scheduler.epoch, self.step_bytes)
+            return ahead.next(moved.occupancy, moved.owners, full, self._scheduler.epoch, self.step_bytes)
         except CapacityError:
-            order, done = None, True
+            return None, True
+
+    def _copy_ahead(self, active: _Active, ahead: AheadCopies, run: Run) -> Run:
+        """Add to a step what is copied after it."""
+        order, done = active.ordered or self._order(active, ahead, run.plan)
+        active.ordered = None
         active.commit_next = done or order is None
         if order is None:
             active.record.reason = "room to copy ahead ran out; the rest moves with the commit"
@@ -350,12 +371,15 @@ class Switcher:
     def _commit(self, active: _Active) -> Run | None:
         """Plan the first step in the target state. None, with the switch ended, where it does not fit any more."""
         record = active.record
+        if active.ahead is not None and active.ordered is not None and active.ordered[0] is not None:
+            active.ahead.take_back(active.ordered[0])  # all requests ended in the step that it was to follow
+        active.ordered = None
         if reason := self._never_fits(active):  # a request that came since
             self._end("refused", reason)
             return None
         try:
-            planned = self._plan(active)
-            validate(planned.manifest, self._geometry)
+            planned, active.planned = active.planned or self._plan(active), None
+            validate(planned.manifest, self._geometry, planned.prepared)
         except CapacityError as error:
             self._wait(active, str(error))
             return None
@@ -365,17 +389,22 @@ class Switcher:
         if shortage := self._staging_shortage(planned):
             self._wait(active, shortage)
             return None
-        manifest = planned.manifest
         active.before = self._scheduler.rebase(*self._target_pages(active.target, planned, active.chains))
         active.planned = planned
         self._scheduler.holds_admission = False
         record.status = "committing"
-        counts = count(manifest, self._geometry)
+        plan = self._scheduler.schedule() or self._scheduler.schedule_empty()
+        return Run(plan, switch=SwitchOrder(record.id, planned.manifest, layerwise=record.method == "layerwise"))
+
+    def _describe(self, active: _Active) -> None:
+        """Say in the record what the committing step does."""
+        record, planned = active.record, active.planned
+        if planned is None or record.pages_kept:
+            return
+        counts = count(planned.manifest, self._geometry) if active.ahead is None else active.ahead.count(planned)
         record.kv_bytes_planned, record.weight_bytes_planned = list(counts.kv_bytes), list(counts.weight_bytes)
         record.pages_kept, record.pages_fetched = list(counts.kept), list(counts.fetched)
         record.pages_moved, record.pages_dropped = list(counts.moved), list(counts.dropped)
-        plan = self._scheduler.schedule() or self._scheduler.schedule_empty()
-        return Run(plan, switch=SwitchOrder(record.id, manifest, layerwise=record.method == "layerwise"))
 
     def _target_pages(
         self, target: Layout, planned: Planned, chains: Sequence[Chain]
@@ -409,6 +438,7 @@ class Switcher:
         active = self._active
         assert active is not None and active.before is not None and active.planned is not None
         record, ahead = active.record, active.ahead
+        self._describe(active)
         if outcome.error:
             self._scheduler.retract(active.before)
             active.before = None

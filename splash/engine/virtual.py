@@ -78,7 +78,7 @@ class SimulatedExecutor:
         load = StepLoad.of_plan(plan, self._model.ranks)
         seconds = self.seconds(layout, load)
         outcome = None
-        if run.ahead is not None:
+        if run.ahead is not None and run.ahead.copies_anything:
             seconds = max(seconds * costs.trickle_slowdown, self._trickle_seconds(run.ahead))
         elif run.switch is not None:
             outcome = self._switch(run.switch, layout, seconds)
@@ -139,7 +139,8 @@ class SimulatedExecutor:
             hidden = min(layer_s, compute)
             exposed += layer_s + (num_layers - 1) * (layer_s - hidden + (costs.pull_slowdown - 1) * hidden)
         elif bytes_s:
-            was_copied_ahead = bool(manifest.settled_pT().any()) or any(manifest.weights_settled)
+            settled = bool(manifest.settled_pT().any()) or any(manifest.weights_settled)
+            was_copied_ahead = settled or any(manifest.first)
             num_begins = 1 if was_copied_ahead else num_layers
             exposed += num_begins * costs.pull_us * MICRO + num_layers * bytes_s
         return SwitchOutcome(

@@ -12,10 +12,10 @@ from splash.core.pages import PageTable
 class PageTables:
     """Page tables of the live requests. Every rank keeps the same ones: they say where peers hold pages too."""
 
-    def __init__(self, ranks: int, tables: Mapping[int, np.ndarray] | None = None) -> None:
-        """Start with `tables`: request -> int32 [pages, T]."""
+    def __init__(self, ranks: int, tables: Mapping[int, PageTable] | None = None) -> None:
+        """Start with `tables`, by request, which are these tables' own from now on."""
         self.ranks = ranks
-        self._requests = {request: PageTable(ranks, pages) for request, pages in (tables or {}).items()}
+        self._requests = dict(tables or {})
 
     def slots(self, request: int) -> np.ndarray:
         """The table of a request, int32 [pages, T]; empty where it has none."""

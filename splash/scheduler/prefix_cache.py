@@ -229,6 +229,12 @@ class PrefixCache(PagePool):
         idle = [set(own.tolist()) for own in self.idle_slots()]
         return super().are_free([[s for s in own if s not in taken] for own, taken in zip(slots, idle, strict=True)])
 
+    def free_flags(self, num_slots: int) -> list[np.ndarray]:
+        flags = super().free_flags(num_slots)
+        for own, idle in zip(flags, self.idle_slots(), strict=True):
+            own[idle] = True
+        return flags
+
     def claim(self, slots: Sequence[Sequence[int]]) -> None:
         if not super().are_free(slots):
             wanted = [set(own) for own in slots]

@@ -14,21 +14,25 @@ from splash.core.memory import ArenaGeometry
 from splash.core.ownership import State, weight_holders
 from splash.core.step import NO_SLOT
 from splash.switch.manifest import Manifest, living, page_flags, slots_under
-from splash.switch.placement import slot_flags
+from splash.switch.placement import Flags, slot_flags
+
+Prepared = tuple[tuple[Flags, Flags], ...]
 
 
-def validate(manifest: Manifest, geometry: ArenaGeometry) -> None:
+def validate(manifest: Manifest, geometry: ArenaGeometry, prepared: Prepared | None = None) -> None:
     """Check a manifest for exact cover: each rank that must hold a block has one slot for it, and one way to get it.
+
+    `prepared` says where pages lie and will lie that are not in it, as in `Occupancy`.
 
     Raises:
         ValueError: naming the first property that does not hold.
     """
-    for name, holds in _properties(manifest, geometry):
+    for name, holds in _properties(manifest, geometry, prepared):
         if not holds:
             raise ValueError(f"manifest of {manifest.source} -> {manifest.target}: not so: {name}")
 
 
-def _properties(manifest: Manifest, geometry: ArenaGeometry) -> Iterator[tuple[str, bool]]:
+def _properties(manifest: Manifest, geometry: ArenaGeometry, prepared: Prepared | None) -> Iterator[tuple[str, bool]]:
     """What must hold, and whether it does. Later ones make sense only where earlier ones hold."""
     m, ranks, size = manifest, geometry.ranks, geometry.page_size
     yield "both layouts exist", m.source in LAYOUTS and m.target in LAYOUTS
@@ -37,12 +41,14 @@ def _properties(manifest: Manifest, geometry: ArenaGeometry) -> Iterator[tuple[s
     yield "the ranks divide the heads of a layout that shards them", not sharded or not geometry.spec.num_heads % ranks
     yield "it is for all ranks", m.ranks == ranks
     yield "no request is named twice", len(set(m.requests)) == len(m.requests)
-    fields = (m.source_owners, m.owners, m.written, m.num_pages)
+    fields = (m.source_owners, m.owners, m.written, m.first, m.num_pages)
     yield "each request has all its fields", all(len(field) == len(m.requests) for field in fields)
     yield "owners are ranks", all(0 <= owner < ranks for owner in (*m.source_owners, *m.owners))
-    pages = zip(m.written, m.num_pages, strict=True)
-    exact = all(written >= 0 and num == -(-written // size) for written, num in pages)
+    pages = zip(m.written, m.first, m.num_pages, strict=True)
+    exact = all(0 <= first * size <= written and first + num == -(-written // size) for written, first, num in pages)
     yield "each request has as many pages as it has written", exact
+    cached = [first for id, first in zip(m.requests, m.first, strict=True) if id < 0]
+    yield "only pages of requests are prepared", not any(cached)
     yield "each page of a request is claimed", len(m.pages) == 4 * sum(m.num_pages)
     claimed, numbers = m.pages_c(), m.numbers_c()
     num_pages = len(m.source_slots) // (4 * ranks)
@@ -85,12 +91,15 @@ def _properties(manifest: Manifest, geometry: ArenaGeometry) -> Iterator[tuple[s
     before_Tp, after_Tp = before.T.astype(np.int64, order="C"), after.T.astype(np.int64, order="C")
     for rank, (old, new) in enumerate(zip(before_Tp, after_Tp, strict=True)):
         on_rank = f"on rank {rank}"
+        lies, will_lie = prepared[rank] if prepared else np.zeros((2, geometry.num_slots), dtype=bool)
         for when, layout, slots in (("before", source, old), ("after", target, new)):
             yield f"pages lie inside the arena {when}, {on_rank}", _all_within(slots, NO_SLOT, geometry.num_slots - 1)
             taken = slot_flags(slots, geometry.num_slots)
             yield f"no page lies on weights {when}, {on_rank}", not (taken & ~page_flags(geometry, layout, rank)).any()
             yield f"no slot has two pages {when}, {on_rank}", taken.sum() == (slots != NO_SLOT).sum()
+        yield f"no page will lie where a prepared one will, {on_rank}", not will_lie[new[new != NO_SLOT]].any()
         occupied, alive = living(old, page_flags(geometry, source, rank))
+        occupied, alive = occupied | lies, alive | lies
         staged = (new != NO_SLOT) & (new != old) & alive[new]
         yield f"what is staged cannot be settled, {on_rank}", not settled[staged, rank].any()
         under = bool(occupied[slots_under(geometry, np.flatnonzero(missing[:, rank]).tolist())].any())

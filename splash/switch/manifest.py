@@ -56,6 +56,10 @@ class Occupancy:
         pages: for each request the numbers of its pages: the same where the same page, or a copy, is claimed. Left
             out, no two requests share any.
         idle: by rank, slots of cached pages that no request uses. They are taken only where no others are free.
+        first: for each request the number of its first page in here. Those before it were prepared ahead of the switch.
+            Left out, tables have all pages.
+        prepared: by rank, bool [slots] each: where pages that were prepared lie in the source state, and where they
+            will lie in the target state.
     """
 
     layout: Layout
@@ -65,6 +69,8 @@ class Occupancy:
     tables: tuple[PageTable, ...]
     pages: tuple[Sequence[int], ...] | None = None
     idle: tuple[npt.NDArray[np.integer[Any]], ...] = ()
+    first: tuple[int, ...] | None = None
+    prepared: tuple[tuple[Flags, Flags], ...] | None = None
 
     def lengths(self) -> npt.NDArray[np.int64]:
         """[requests] pages of each table."""
@@ -85,7 +91,8 @@ class Occupancy:
         """[c] the number of the page that each claim is on."""
         if self.pages is None:
             return np.arange(int(self.lengths().sum()))
-        return np.array([page for pages in self.pages for page in pages], dtype=np.int64)
+        lists = [np.array(pages, dtype=np.int64) for pages in self.pages]
+        return np.concatenate([np.empty(0, dtype=np.int64), *lists])
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
@@ -100,7 +107,10 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         requests: ids.
         source_owners, owners: each request's owner before and after the switch.
         written: each request's positions whose keys are cached.
-        num_pages: each request's written pages.
+        first: the number of each request's first page in here. Those before it were prepared: ranks know where they
+            will lie, and everything is there already.
+        prepared: the digest of what was prepared; 0 where nothing was.
+        num_pages: each request's written pages from `first` on.
         pages: the row of the arrays below for each written page of each request in turn.
         source_slots: where pages lie before, NO_SLOT where a rank does not hold one.
         target_slots: where they lie after.
@@ -119,6 +129,8 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     source_owners: tuple[int, ...]
     owners: tuple[int, ...]
     written: tuple[int, ...]
+    first: tuple[int, ...]
+    prepared: int
     num_pages: tuple[int, ...]
     pages: bytes
     source_slots: bytes
@@ -146,7 +158,8 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
 
     def numbers_c(self) -> npt.NDArray[np.int64]:
         """[c] page number of each claim."""
-        return page_numbers(np.array(self.num_pages, dtype=np.int64))
+        num_pages = np.array(self.num_pages, dtype=np.int64)
+        return page_numbers(num_pages) + np.repeat(np.array(self.first, dtype=np.int64), num_pages)
 
     def source_pT(self) -> Slots:
         """[p, T] slots before."""
@@ -167,8 +180,9 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     def filled_p(self, page_size: int) -> npt.NDArray[np.int64]:
         """[p] positions of each page that are written, 1 .. page size."""
         written_c = np.repeat(np.array(self.written, dtype=np.int64), self.num_pages)
+        # A page that is claimed twice is as full for either.
         filled = np.zeros(len(self.source_pT()), dtype=np.int64)
-        np.maximum.at(filled, self.pages_c(), np.minimum(written_c - self.numbers_c() * page_size, page_size))
+        filled[self.pages_c()] = np.minimum(written_c - self.numbers_c() * page_size, page_size)
         return filled
 
     def digest(self) -> int:
@@ -242,44 +256,52 @@ def rank_copies(manifest: Manifest, geometry: ArenaGeometry, rank: int) -> RankC
     fetched = before[todo] == NO_SLOT
     peer = np.where(fetched, manifest.peers_pT()[todo, rank], rank).astype(np.int16)
     first = settled[todo].astype(np.int64)
-    occupied, alive = living(before, page_flags(geometry, parse_layout(manifest.source), rank))
+    staged, under_weights = np.zeros(len(todo), dtype=bool), False
     weights: tuple[tuple[int, int], ...] = ()
     if not manifest.weights_settled[rank]:
         peers = ((group, sources[rank]) for group, sources in enumerate(manifest.weight_sources))
         weights = tuple((group, peer) for group, peer in peers if peer != NO_SOURCE)
+    if not manifest.abandonable:
+        occupied, alive = living(before, page_flags(geometry, parse_layout(manifest.source), rank))
+        staged = alive[after[todo]]
+        under_weights = bool(occupied[slots_under(geometry, [group for group, _ in weights])].any())
     return RankCopies(
         peer=peer,
         source=manifest.source_pT()[todo, peer],
         target=after[todo],
         first=first,
         last=np.where(first == 0, geometry.page_size, filled[todo]),
-        staged=alive[after[todo]],
+        staged=staged,
         weights=weights,
-        weights_staged=bool(occupied[slots_under(geometry, [group for group, _ in weights])].any()),
+        weights_staged=under_weights,
     )
 
 
-def count(manifest: Manifest, geometry: ArenaGeometry) -> SwitchCounts:
-    """What the manifest does, by rank, counting pages and weights that were copied ahead as well."""
-    before, after = manifest.source_pT(), manifest.target_pT()
-    held, wanted, elsewhere = before != NO_SLOT, after != NO_SLOT, before != after
+def count(manifest: Manifest, geometry: ArenaGeometry, pages: tuple[Slots, Slots] | None = None) -> SwitchCounts:
+    """What the manifest does, by rank, counting pages and weights that were copied ahead as well.
+
+    Args:
+        manifest: the switch.
+        geometry: of the arenas.
+        pages: int32 [pages, T] each, slots before and after of all pages, where not all are in the manifest.
+    """
+    before, after = pages or (manifest.source_pT(), manifest.target_pT())
+    kept, fetched, moved, dropped = count_pages(before, after)
     groups = np.array(manifest.weight_sources) != NO_SOURCE
-    copied, staged = wanted & elsewhere, []
-    for rank in range(manifest.ranks):
-        _, alive = living(before[:, rank], page_flags(geometry, parse_layout(manifest.source), rank))
-        staged.append(int(np.count_nonzero(alive[after[:, rank]] & copied[:, rank])))
-
-    def by_rank(flags: Flags, size: int = 1) -> tuple[int, ...]:
-        return tuple(size * num for num in np.count_nonzero(flags, axis=0).tolist())
-
+    group_bytes = geometry.attention_bytes // geometry.ranks * geometry.spec.num_layers
+    staged = []
+    for rank, (own_before, own_after) in enumerate(zip(manifest.source_pT().T, manifest.target_pT().T, strict=True)):
+        _, alive = living(own_before, page_flags(geometry, parse_layout(manifest.source), rank))
+        copied = (own_after != NO_SLOT) & (own_before != own_after)
+        staged.append(int(np.count_nonzero(alive[own_after] & copied)))
     return SwitchCounts(
-        kept=by_rank(held & wanted & ~elsewhere),
-        fetched=by_rank(wanted & ~held),
-        moved=by_rank(held & wanted & elsewhere),
-        dropped=by_rank(held & ~wanted),
+        kept=kept,
+        fetched=fetched,
+        moved=moved,
+        dropped=dropped,
         staged=tuple(staged),
-        kv_bytes=by_rank(wanted & ~held, geometry.slot_bytes * geometry.spec.num_layers),
-        weight_bytes=by_rank(groups, geometry.attention_bytes // geometry.ranks * geometry.spec.num_layers),
+        kv_bytes=tuple(num * geometry.slot_bytes * geometry.spec.num_layers for num in fetched),
+        weight_bytes=tuple(group_bytes * num for num in np.count_nonzero(groups, axis=0).tolist()),
     )
 
 
@@ -314,12 +336,14 @@ class Planned:
         tables: each request's pages after the switch, reserved ones included, int32 [pages, T].
         withheld: by rank, slots that are free after the switch but in use before it. They must not be used before the
             commit of a manifest that can be abandoned. All empty for one that cannot.
+        prepared: where pages lie and will lie that are not in the manifest, as in `Occupancy`.
     """
 
     manifest: Manifest
     pages: npt.NDArray[np.int64]
     tables: dict[int, Slots]
     withheld: tuple[npt.NDArray[np.intp], ...]
+    prepared: tuple[tuple[Flags, Flags], ...] | None = None
 
 
 def plan_switch(
@@ -351,7 +375,8 @@ def plan_switch(
     ranks, page_size = geometry.ranks, geometry.page_size
     lengths = occupancy.lengths()
     tables_cT = np.concatenate([table.slots_cT for table in occupancy.tables] or [np.empty((0, ranks), dtype=np.int32)])
-    numbers = page_numbers(lengths)
+    first = np.array(occupancy.first or (0,) * len(lengths), dtype=np.int64)
+    numbers = page_numbers(lengths) + np.repeat(first, lengths)
     page_ids, page_c = _in_order(occupancy.page_c())
     is_shared = len(page_ids) < len(page_c)  # where nothing is, claims are pages
     old_owners = np.repeat(np.array(occupancy.owners, dtype=np.int64), lengths)
@@ -373,8 +398,11 @@ def plan_switch(
     withheld, abandonable = [], True
     for rank in range(ranks):
         usable = page_flags(geometry, target, rank)
+        lies, will_lie = (
+            occupancy.prepared[rank] if occupancy.prepared else np.zeros((2, geometry.num_slots), dtype=bool)
+        )
         wanted = np.ascontiguousarray(new.page_holders[:, rank])
-        num_wanted, room = np.count_nonzero(wanted), np.count_nonzero(usable)
+        num_wanted, room = np.count_nonzero(wanted) + np.count_nonzero(will_lie), np.count_nonzero(usable)
         if num_wanted > room:
             text = f"layout {target} has room for {room} pages on rank {rank}, and the live requests need {num_wanted}"
             raise CapacityError(text)
@@ -383,6 +411,7 @@ def plan_switch(
         source[rows] = pages.fetch_source[:, rank]
         after[ahead_rows] = np.where(wanted[ahead_rows], ahead_nT[:, rank], NO_SLOT)
         occupied, alive = living(source_slots[:, rank], page_flags(geometry, occupancy.layout, rank))
+        occupied, alive, usable = occupied | lies, alive | lies | will_lie, usable & ~will_lie
         idle = slot_flags(occupancy.idle[rank] if occupancy.idle else before[:0], geometry.num_slots)
         kept_back, overwrites = place(before, after, wanted, source, usable, alive, idle, geometry.num_weight_slots)
         after_pT[:, rank] = after
@@ -398,7 +427,11 @@ def plan_switch(
         source_owners=occupancy.owners,
         owners=tuple(int(owner) for owner in owners),
         written=occupancy.written,
-        num_pages=tuple(-(-num // page_size) for num in occupancy.written),
+        first=tuple(first.tolist()),
+        prepared=0,
+        num_pages=tuple(
+            -(-num // page_size) - skip for num, skip in zip(occupancy.written, first.tolist(), strict=True)
+        ),
         pages=(np.cumsum(is_written_p) - 1)[page_c[is_written_c]].astype(np.int32).tobytes(),
         source_slots=source_slots.tobytes(),
         target_slots=after_pT.take(rows, axis=0).tobytes(),
@@ -413,7 +446,7 @@ def plan_switch(
         after_cT = np.where(page_holders(numbers, new_owners, target, ranks), after_pT[page_c], np.int32(NO_SLOT))
     tables = {id: after_cT[end - n : end] for id, n, end in zip(occupancy.requests, lengths, ends, strict=True)}
     withheld = [kept_back[: len(kept_back) * abandonable] for kept_back in withheld]
-    return Planned(manifest, page_ids[rows], tables, tuple(withheld))
+    return Planned(manifest, page_ids[rows], tables, tuple(withheld), occupancy.prepared)
 
 
 def _slots_of_pages(tables_cT: Slots, page_c: npt.NDArray[np.int64], num_pages: int) -> Slots:
@@ -447,6 +480,20 @@ def _chosen_ahead(
     return rows, np.array(list(ahead.values()), dtype=np.int32).reshape(-1, ranks)
 
 
-def settle(manifest: Manifest, settled_pT: npt.NDArray[np.int16], weights_settled: Sequence[bool]) -> Manifest:
-    """The manifest with what was copied ahead marked as done: leading positions a page and rank, head groups a rank."""
-    return msgspec.structs.replace(manifest, settled=settled_pT.tobytes(), weights_settled=tuple(weights_settled))
+def count_pages(before_pT: Slots, after_pT: Slots) -> tuple[tuple[int, ...], ...]:
+    """(kept, fetched, moved, dropped) by rank, of pages that lie in these slots before and after."""
+    held, wanted, elsewhere = before_pT != NO_SLOT, after_pT != NO_SLOT, before_pT != after_pT
+    kinds = (held & wanted & ~elsewhere, wanted & ~held, held & wanted & elsewhere, held & ~wanted)
+    return tuple(tuple(np.count_nonzero(flags, axis=0).tolist()) for flags in kinds)
+
+
+def settle(
+    manifest: Manifest, settled_pT: npt.NDArray[np.int16], weights_settled: Sequence[bool], prepared: int = 0
+) -> Manifest:
+    """The manifest with what was done ahead marked: leading positions a page and rank, head groups a rank.
+
+    `prepared` is the digest of the pages that were prepared, which are not in the manifest.
+    """
+    return msgspec.structs.replace(
+        manifest, settled=settled_pT.tobytes(), weights_settled=tuple(weights_settled), prepared=prepared
+    )

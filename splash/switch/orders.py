@@ -26,18 +26,38 @@ class SwitchOrder(msgspec.Struct, frozen=True, array_like=True):
     layerwise: bool
 
 
+class PreparedPages(msgspec.Struct, frozen=True, array_like=True):
+    """Full pages of one request, from number `first` on, that will be where the target state wants them.
+
+    `source` and `target` are int32 [pages, T] as bytes: the request's page table before the switch and after it. What a
+    rank knew of pages from `first` on holds no more.
+    """
+
+    request: int
+    first: int
+    source: bytes
+    target: bytes
+
+
 class CopyAhead(msgspec.Struct, frozen=True, array_like=True):
-    """Copies to make after the step that they come with, for a switch that will commit later.
+    """What to do after the step that this comes with, for a switch that will commit later.
 
     Attributes:
         switch: number of that switch.
         pages: by rank, int32 [n, 5] as bytes: peer, source slot, target slot, first position, position after the last.
         weights: by rank, (head group, peer, layer) to fetch.
+        prepared: pages that need nothing more once these copies are made.
     """
 
     switch: int
     pages: tuple[bytes, ...]
     weights: tuple[tuple[tuple[int, int, int], ...], ...]
+    prepared: tuple[PreparedPages, ...] = ()
+
+    @property
+    def copies_anything(self) -> bool:
+        """Whether a rank copies a page or weights."""
+        return any(self.pages) or any(self.weights)
 
     def rank_copies(self, rank: int) -> RankCopies:
         """The page copies of one rank, made in every layer."""

@@ -163,21 +163,23 @@ class Handoff:
         self._source_lost = False
         self.exposed_s = 0.0
 
-    def agree(self, own_tables: Mapping[int, np.ndarray], copied_ahead: bool) -> None:
+    def agree(self, own_tables: Mapping[int, np.ndarray], copied_ahead: bool, is_prepared: bool) -> None:
         """Compare notes with every rank before anything is touched.
 
         Args:
             own_tables: this rank's page tables of the manifest's requests.
             copied_ahead: whether all copies ahead of the commit that this rank was told to make were made.
+            is_prepared: whether this rank was told what the manifest takes for prepared, and found it to be so.
 
         Raises:
             SwitchError: on every rank alike, naming a rank that has another manifest or another page table, that failed
                 to copy ahead, or that cannot make its copies, for want of staging memory for instance.
         """
         started = time.perf_counter()
-        known = [own_tables[id] for id in self._manifest.requests if id >= 0]
-        tables = np.concatenate(known or [np.empty(0, dtype=np.int32)])
-        matches = np.array_equal(tables.reshape(-1, self._group.size), self._manifest.source_tables())
+        manifest = self._manifest
+        rest = [own_tables[id][first:] for id, first in zip(manifest.requests, manifest.first, strict=True) if id >= 0]
+        tables = np.concatenate([np.empty((0, self._group.size), dtype=np.int32), *rest])
+        matches = is_prepared and np.array_equal(tables, manifest.source_tables())
         is_empty, error = True, ""
         try:
             copies = rank_copies(self._manifest, self._geometry, self._group.rank)

@@ -15,6 +15,7 @@ import torch
 from splash.core.errors import CapacityError
 from splash.core.layout import LAYOUTS, Projections
 from splash.core.memory import ArenaGeometry
+from splash.core.pages import PageTable
 from splash.core.request import SamplingParams
 from splash.core.step import StepOutput, StepPlan
 from splash.engine import switching
@@ -178,7 +179,7 @@ class Replica:
         if order is not None and self._hits("manifest"):
             order = msgspec.structs.replace(order, manifest=msgspec.structs.replace(order.manifest, epoch=-1))
         if order is not None and self._hits("table"):
-            self._break_a_table(order.manifest.requests)
+            self._break_tables()
         if order is not None and self._hits("memory"):
             transfer.LayerCopies = _no_memory
         self.copies.broken_layer = self.fault.layer if self.fault and self._hits("read") else None
@@ -191,6 +192,7 @@ class Replica:
         if outcome is None or not outcome.error:
             output = self._agree(run.plan, output)
         self._answer = output, outcome
+        self.switcher.look_ahead(run.plan)
         if run.ahead is not None:
             self.runner.copy_ahead(run.ahead)
         self.copies.broken_layer = None
@@ -212,10 +214,12 @@ class Replica:
     def _hits(self, kind: str) -> bool:
         return self.fault is not None and (self.fault.kind, self.fault.rank) == (kind, self.rank.rank)
 
-    def _break_a_table(self, requests: Sequence[int]) -> None:
-        tables = {request.id: self.runner._tables.slots(request.id).copy() for request in self.scheduler.running}
+    def _break_tables(self) -> None:
+        slots = {request.id: self.runner._tables.slots(request.id).copy() for request in self.scheduler.running}
         self._tables_before = self.runner._tables
-        tables[next(request for request in requests if len(tables[request]))][0] += 1
+        for own in slots.values():
+            own[-1:] += 1  # of what was prepared nobody asks at the commit
+        tables = {request: PageTable(self.rank.size, own) for request, own in slots.items()}
         self.runner._tables = PageTables(self.rank.size, tables)
 
     def _agree(self, plan: StepPlan, output: StepOutput | None) -> StepOutput:

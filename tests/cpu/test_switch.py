@@ -50,12 +50,18 @@ class Observed:
 def observed(monkeypatch: pytest.MonkeyPatch) -> Observed:
     seen = Observed()
 
+    plan = ahead.AheadCopies.plan
+
     def spy(occupancy: Occupancy, target: Layout, owners: Sequence[int], *rest: Any) -> Any:
         seen.plans.append((occupancy, target, tuple(owners)))
         return plan_switch(occupancy, target, owners, *rest)
 
+    def spy_ahead(copies: ahead.AheadCopies, occupancy: Occupancy, owners: Sequence[int], epoch: int) -> Any:
+        seen.plans.append((occupancy, copies._target, tuple(owners)))
+        return plan(copies, occupancy, owners, epoch)
+
     monkeypatch.setattr(switching, "plan_switch", spy)
-    monkeypatch.setattr(ahead, "plan_switch", spy)
+    monkeypatch.setattr(ahead.AheadCopies, "plan", spy_ahead)
     return seen
 
 

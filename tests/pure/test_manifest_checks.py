@@ -136,6 +136,8 @@ def test_digest_differs_when_anything_does() -> None:
         replaced(source_owners=(1, 0, 2, 3)),
         replaced(owners=(1, 0, 2, 3)),
         replaced(written=(18, *manifest.written[1:])),
+        replaced(first=(1, *manifest.first[1:])),
+        replaced(prepared=1),
         replaced(num_pages=manifest.num_pages[::-1]),
         replaced(pages=manifest.pages[::-1]),
         altered("source_slots", put(0, 0, 1)),

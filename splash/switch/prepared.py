@@ -1,0 +1,84 @@
+"""What a rank knows of a coming switch: where pages will lie that need nothing more, told bit by bit.
+
+The table of a long context has thousands of pages. Those that are full never change, so they are told, compared and
+entered while ordinary steps run, and the commit has only the last pages of each request to look at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from splash.core.pages import PageTable
+from splash.layouts.tables import PageTables
+from splash.switch.manifest import Manifest
+from splash.switch.orders import PreparedPages
+
+
+def chain(digest: int, prepared: Sequence[PreparedPages]) -> int:
+    """A 63-bit hash of all that was prepared: of what was before, by its own hash, and of what is now, if anything."""
+    if not prepared:
+        return digest
+    text = digest.to_bytes(8, "little") + msgspec.msgpack.encode(prepared)
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+class Preparation:
+    """The tables of one switch, as far as they were told.
+
+    Args:
+        switch: its number.
+        ranks: T.
+
+    Attributes:
+        switch: its number.
+        digest: of all that was told.
+    """
+
+    def __init__(self, switch: int, ranks: int) -> None:
+        self.switch = switch
+        self.digest = 0
+        self._ranks = ranks
+        self._tables: dict[int, PageTable] = {}
+        self._wrong: set[int] = set()
+
+    def add(self, prepared: Sequence[PreparedPages], own: PageTables) -> None:
+        """Take in more pages.
+
+        They may be of a request that has lost its pages since they were chosen. So it is no failure that this rank's
+        own table is another, unless the switch commits with them.
+        """
+        self.digest = chain(self.digest, prepared)
+        for told in prepared:
+            source, target = (
+                np.frombuffer(slots, dtype=np.int32).reshape(-1, self._ranks) for slots in (told.source, told.target)
+            )
+            if told.first == 0:
+                self._wrong.discard(told.request)
+            if not np.array_equal(own.slots(told.request)[told.first : told.first + len(source)], source):
+                self._wrong.add(told.request)
+            table = self._tables.setdefault(told.request, PageTable(self._ranks))
+            table.truncate(told.first)
+            table.extend(target)
+
+    def matches(self, manifest: Manifest) -> bool:
+        """Whether what a manifest takes for prepared is what was told, of tables that are this rank's."""
+        claimed = [(id, first) for id, first in zip(manifest.requests, manifest.first, strict=True) if first]
+        return not claimed or (
+            self.digest == manifest.prepared
+            and all(id not in self._wrong and len(self._tables.get(id, ())) >= first for id, first in claimed)
+        )
+
+    def tables(self, manifest: Manifest) -> dict[int, PageTable]:
+        """The tables of the target state of a manifest that matches. Only once: they are these grown."""
+        tables, first_of = {}, dict(zip(manifest.requests, manifest.first, strict=True))
+        for request, tail in manifest.target_tables().items():
+            first = first_of[request]
+            table = self._tables.pop(request) if first else PageTable(self._ranks)
+            table.truncate(first)
+            table.extend(tail)
+            tables[request] = table
+        return tables
