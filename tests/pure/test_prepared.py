@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splash.core.layout import LAYOUTS, Layout
+from splash.core.layout import KV, LAYOUTS, Layout
 from splash.core.memory import ArenaGeometry
 from splash.core.ownership import page_holders
 from splash.core.pages import HeldPages, PageTable
@@ -19,7 +19,7 @@ from splash.engine.ahead import AheadCopies
 from splash.layouts.tables import PageTables
 from splash.scheduler.prefix_cache import PrefixCache
 from splash.switch.checks import validate
-from splash.switch.manifest import Occupancy
+from splash.switch.manifest import Occupancy, RankCopies, rank_copies
 from splash.switch.prepared import Preparation, chain
 
 SPEC = ModelSpec("test", 2, 8, 8, 2, None, 8, 4, 2, 4, 8, 1, 64, 1e-6, RopeSpec())
@@ -120,6 +120,117 @@ def test_windows_and_the_commit_make_up_the_target_state(data: st.DataObject) ->
 def list_of_counts(copies: AheadCopies, planned: ahead.Planned) -> tuple[tuple[int, ...], ...]:
     counts = copies.count(planned)
     return counts.kept, counts.fetched, counts.moved
+
+
+class Sharing:
+    """Claims that begin with the same pages: requests, and one of pages that are only cached, with what lies where."""
+
+    def __init__(self, layout: Layout, target: Layout) -> None:
+        self.geometry = ArenaGeometry(SPEC, kv_format(SPEC, "float32"), PAGE, 4, RANKS, num_slots=300)
+        self.layout, self.target = layout, target
+        self.pool = PrefixCache.of_geometry(self.geometry, layout)
+        self.held: dict[int, HeldPages] = {}
+        self.wanted: dict[int, int] = {}  # owner in the target
+        self.written: dict[int, int] = {}
+        self.content = np.full((RANKS, self.geometry.num_slots), -1)
+
+    def add(self, id: int, owners: tuple[int, int], written: int, model: int | None, num_shared: int) -> None:
+        """Add a claim that has its first pages from the claim `model`: the same, or copies on other ranks."""
+        held = HeldPages(owners[0], RANKS)
+        if model is not None:
+            ids = self.held[model].ids[: min(num_shared, written // PAGE, self.written[model] // PAGE)]
+            for other in self.held.values():
+                if self.layout.kv is not KV.REQUEST or owners[0] == other.owner:
+                    num = sum(a == b for a, b in zip(ids, other.ids, strict=False))
+                    if num > len(held):
+                        held = HeldPages(owners[0], RANKS, other.table.slots_cT[:num], ids[:num])
+            assert self.pool.grow(held, len(ids) - len(held))
+            held.ids[:] = ids
+        self.held[id], self.wanted[id], self.written[id] = held, owners[1], written
+        self.step(grows=False)
+
+    def step(self, grows: bool = True) -> None:
+        for id, held in self.held.items():
+            self.written[id] += grows and id >= 0
+            missing = -(-self.written[id] // PAGE) - len(held)
+            assert not missing or self.pool.grow(held, missing)
+            for rank, slots in enumerate(held.table.slots_cT.T):
+                is_held = slots != NO_SLOT
+                self.content[rank, slots[is_held]] = np.array(held.ids)[is_held]
+
+    def tables(self) -> PageTables:
+        own = {id: PageTable(RANKS, held.table.slots_cT) for id, held in self.held.items() if id >= 0}
+        return PageTables(RANKS, own)
+
+    def occupancy(self) -> Occupancy:
+        return Occupancy(
+            layout=self.layout,
+            requests=tuple(self.held),
+            owners=tuple(held.owner for held in self.held.values()),
+            written=tuple(self.written.values()),
+            tables=tuple(
+                held.table if id >= 0 else PageTable(RANKS, held.table.slots_cT) for id, held in self.held.items()
+            ),
+            pages=tuple(held.ids for held in self.held.values()),
+        )
+
+    def copy(self, by_rank: list[RankCopies]) -> None:
+        before = self.content.copy()
+        for rank, copies in enumerate(by_rank):
+            self.content[rank, copies.target] = before[copies.peer, copies.source]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_pages_that_are_shared_or_cached_arrive_wherever_they_are_wanted(data: st.DataObject) -> None:
+    source, target = data.draw(st.permutations(list(LAYOUTS.values())))[:2]
+    claims, owner = Sharing(source, target), st.tuples(st.integers(0, RANKS - 1), st.integers(0, RANKS - 1))
+    for id in range(data.draw(st.integers(1, 4))):
+        model = data.draw(st.sampled_from([None, *claims.held]))
+        claims.add(id, data.draw(owner), data.draw(st.integers(1, 40)), model, data.draw(st.integers(1, 9)))
+    joins_at, joiner = data.draw(st.integers(0, 5)), data.draw(owner)
+    cached_from = data.draw(st.integers(0, 5))
+    copies = AheadCopies(1, target, claims.geometry, claims.pool)
+    wanted = tuple(claims.wanted.values())
+    assert not copies.begin(copies.plan(claims.occupancy(), wanted, 0))
+    preparation, may_commit, orders = Preparation(1, RANKS), False, 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ahead, "MANY_PAGES", 3)
+        patch.setattr(ahead, "FEW_PAGES", 2)
+        while not may_commit:
+            if orders == joins_at:
+                claims.add(100, joiner, 30, 0, 7)
+            if orders == cached_from:
+                claims.add(-1, data.draw(owner), 5 * PAGE, 0, 3)
+            # Cached pages come after the requests.
+            for group in (claims.held, claims.wanted, claims.written):
+                if -1 in group:
+                    group[-1] = group.pop(-1)  # type: ignore[assignment]
+            full = tuple(written // PAGE for id, written in claims.written.items() if id >= 0)
+            claims.step()
+            order, may_commit = copies.next(claims.occupancy(), tuple(claims.wanted.values()), full, 0, 3000)
+            assert order is not None
+            claims.copy([order.rank_copies(rank) for rank in range(RANKS)])
+            preparation.add(order.prepared, claims.tables())
+            orders += 1
+            assert orders < 300, "it never ends"
+    planned = copies.plan(claims.occupancy(), tuple(claims.wanted.values()), 0)
+    manifest = planned.manifest
+    validate(manifest, claims.geometry, planned.prepared)
+    assert preparation.matches(manifest)
+    tables = {id: table.slots_cT for id, table in preparation.tables(manifest).items()}
+    claims.copy([rank_copies(manifest, claims.geometry, rank) for rank in range(RANKS)])
+    lies: list[dict[int, int]] = [{} for _ in range(RANKS)]
+    for id, held in claims.held.items():
+        slots_cT = planned.tables[id]
+        assert id < 0 or np.array_equal(tables[id], slots_cT)
+        holders = page_holders(np.arange(len(held)), np.full(len(held), claims.wanted[id]), target, RANKS)
+        assert np.array_equal(slots_cT != NO_SLOT, holders)
+        for rank, slots in enumerate(slots_cT.T):
+            for slot, page in zip(slots.tolist(), held.ids, strict=True):
+                if slot != NO_SLOT:
+                    assert claims.content[rank, slot] == page, "another page lies there"
+                    assert lies[rank].setdefault(page, slot) == slot, "a page has one slot on a rank"
 
 
 def test_a_rank_whose_table_is_another_does_not_agree() -> None:
