@@ -81,7 +81,8 @@ class SimulatedExecutor:
         if run.ahead is not None and run.ahead.copies_anything:
             seconds = max(seconds * costs.trickle_slowdown, self._trickle_seconds(run.ahead))
         elif run.switch is not None:
-            outcome = self._switch(run.switch, layout, seconds)
+            waits_for_all = costs.launch_us > 0 and self._model.runs_as_graph(load)
+            outcome = self._switch(run.switch, seconds, run.switch.layerwise and not waits_for_all)
             seconds += outcome.exposed_s
         total = self._total_tokens
         sampled = [query for query in plan.queries if query.sample]
@@ -124,8 +125,8 @@ class SimulatedExecutor:
             moved.add_weights(rank, [peer for _, peer, _ in order.weights[rank]], self._group_bytes)
         return self._seconds(moved) / self._model.stages.costs.trickle
 
-    def _switch(self, order: SwitchOrder, layout: Layout, step_s: float) -> SwitchOutcome:
-        """What comes of a switch whose step takes `step_s` by itself."""
+    def _switch(self, order: SwitchOrder, step_s: float, layerwise: bool) -> SwitchOutcome:
+        """What comes of a switch whose step takes `step_s` by itself, and may begin before all layers are there."""
         manifest, geometry, costs = order.manifest, self._geometry, self._model.stages.costs
         moved = _Moved(geometry.ranks)  # of one layer
         for rank in range(geometry.ranks):
@@ -134,7 +135,7 @@ class SimulatedExecutor:
             moved.add_weights(rank, [peer for _, peer in copies.weights], self._group_bytes)
         num_layers, compute = geometry.spec.num_layers, step_s / geometry.spec.num_layers
         exposed, bytes_s = costs.switch_us * MICRO, self._seconds(moved)
-        if bytes_s and order.layerwise:
+        if bytes_s and layerwise:
             layer_s = costs.pull_us * MICRO + bytes_s
             hidden = min(layer_s, compute)
             exposed += layer_s + (num_layers - 1) * (layer_s - hidden + (costs.pull_slowdown - 1) * hidden)

@@ -232,10 +232,14 @@ class CostModel:
         feedforward = self._num_moe * EXPERT_OPS + (num_layers - self._num_moe) * DENSE_OPS
         return num_layers * layer.ops + feedforward + END_OPS
 
+    def runs_as_graph(self, load: StepLoad) -> bool:
+        """Whether such a step is replayed as a whole."""
+        return not load.num_chunks and load.num_rows <= self.graph_rows
+
     def _launch(self, load: StepLoad, ops: int, device: float) -> float:
         """Operations take some time however small; without a graph, the host may be slower than the device."""
         costs = self.stages.costs
         seconds = ops * costs.op_us * MICRO
-        if load.num_chunks or load.num_rows > self.graph_rows:
+        if not self.runs_as_graph(load):
             seconds += max(0.0, ops * costs.launch_us * MICRO - device - seconds)
         return seconds

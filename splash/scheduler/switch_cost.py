@@ -5,7 +5,8 @@ takes t = begin + b / r seconds, weights and pages each at their own rate. The t
 
     blocking    exposed = L t: everything, then the next step
     layer-wise  exposed = t + (L - 1) (max(0, t - c) + (s - 1) min(t, c)): the first layer, then of each layer what the
-                compute c of the one before does not hide, and what the transfer slows that compute down (s)
+                compute c of the one before does not hide, and what the transfer slows that compute down (s);
+                as blocking where the step is replayed as a graph, which waits for all layers
     pre-copy    exposed = begin + the pages written since they were copied, one a request; before that, ordinary steps
                 run beside copies at a share of r and take `slowdown` times as long
 
@@ -119,7 +120,8 @@ def _cost(
     layer_s = begin + pages_s + weights_s
 
     exposed, background, steps, slowdown = costs.switch_us * MICRO, 0.0, 0, 1.0
-    if moves and method == "blocking":
+    waits_for_all = costs.launch_us > 0 and model.runs_as_graph(load)
+    if moves and (method == "blocking" or (method == "layerwise" and waits_for_all)):
         exposed += num_layers * layer_s
     elif moves and method == "layerwise":
         compute = model.step(target, load).seconds / num_layers

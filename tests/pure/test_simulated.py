@@ -220,10 +220,8 @@ def test_a_switch_costs_what_its_bytes_cost(method: str) -> None:
     pages_s = max(record.kv_bytes_received) / costs.page_pull_gb_s / 1e9
     whole_s, layer_s = weights_s + pages_s + 61 * costs.pull_us / 1e6, (weights_s + pages_s) / 61
     added_s = (record.added_ms * 1e3 - costs.switch_us) / 1e6
-    if method == "blocking":
+    if method != "precopy":  # a recorded step waits for all layers
         assert whole_s * 0.99 < added_s < whole_s * 1.1
-    elif method == "layerwise":
-        assert layer_s < added_s < whole_s / 2
     else:
         assert added_s < layer_s and record.background_steps > 1
 
