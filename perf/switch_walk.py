@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import random
 import statistics
 import sys
@@ -23,7 +22,7 @@ from splash.engine.messages import Result, Run
 from splash.engine.outputs import GenerationRequest
 from splash.model.choice import ModelChoice
 from splash.settings import build, compose
-from splash.switch.orders import SwitchRecord
+from splash.switch.orders import CopyAhead, SwitchRecord, Vote
 
 MARGIN = 64  # tokens that requests may grow on after they should have begun anew and are still compared
 READY_STEPS = 4  # steps after a commit whose median is the time of a step in the destination
@@ -39,13 +38,13 @@ Cell = tuple[Direction, str]  # and the way
 @dataclass(frozen=True)
 class StepTime:
     """One step, in seconds: from submission to answer, as `Loop.on_step` has it, and from the answer before. `rows`
-    that it computed."""
+    that it computed, and whether it commits a switch or runs while one copies ahead."""
 
     seconds: float
     gap: float
     rows: int
     commits: bool
-    copies_ahead: bool
+    copies: bool
 
 
 class TimedExecutor(Executor):
@@ -61,13 +60,25 @@ class TimedExecutor(Executor):
         self._sent.append((time.perf_counter(), run))
         self._inner.submit(run)
 
+    def copy_ahead(self, order: CopyAhead) -> None:
+        self._inner.copy_ahead(order)
+
+    def votes(self) -> list[Vote]:
+        return self._inner.votes()
+
     def collect(self) -> Result:
         result = self._inner.collect()
         now = time.perf_counter()
         sent, run = self._sent.popleft()
         rows = sum(len(query.tokens) for query in run.plan.queries)
         self.steps.append(
-            StepTime(now - max(sent, self._done), now - self._done, rows, run.switch is not None, run.ahead is not None)
+            StepTime(
+                now - max(sent, self._done),
+                now - self._done,
+                rows,
+                run.switch is not None or run.commit is not None,
+                run.copying > 0,
+            )
         )
         self._done = now
         return result
@@ -212,8 +223,7 @@ class Walk:
         commit = self._commit(record)
         steps = self._clock.steps[first:]
         assert commit.commits and not any(step.commits for step in steps[:-1])
-        # The ranks copy after they have answered, so it is the step behind that waits.
-        copying = [step.gap for before, step in itertools.pairwise(steps[:-1]) if before.copies_ahead]
+        copying = [step.gap for step in steps if step.copies]
         self._settle()
         slowdown = statistics.fmean(copying) / ordinary - 1 if copying else None
         return _sample(commit, self._settled, slowdown, record)

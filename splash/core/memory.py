@@ -104,10 +104,20 @@ class ArenaGeometry:
 
     def page_slots(self, layout: Layout, rank: int) -> np.ndarray:
         """Slots of `rank` that may hold pages in `layout`, ascending, int64."""
+        known = self._page_slots.get((layout.name, rank))
+        if known is not None:
+            return known
         free = np.ones(self.num_slots, dtype=bool)
         for offset, size in self.resident_runs(layout, rank):
             free[offset // self.slot_bytes : -(-(offset + size) // self.slot_bytes)] = False
-        return np.flatnonzero(free)
+        slots = self._page_slots[layout.name, rank] = np.flatnonzero(free)
+        slots.setflags(write=False)
+        return slots
+
+    @cached_property
+    def _page_slots(self) -> dict[tuple[str, int], np.ndarray]:
+        """What `page_slots` has worked out: every plan asks for it."""
+        return {}
 
 
 def slots_for(spec: ModelSpec, kv: KVFormat, page_size: int, weight_bytes: int, arena_bytes: int) -> int:

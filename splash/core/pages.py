@@ -78,9 +78,10 @@ class PageAllocator:
         self.num_free -= count
         return taken
 
-    def are_free(self, slots: Iterable[int]) -> bool:
+    def are_free(self, slots: Sequence[int]) -> bool:
         """Whether all of some slots are free."""
-        return all(self._state[slot] == _FREE for slot in slots)
+        state = np.frombuffer(self._state, dtype=np.uint8)
+        return bool((state[np.asarray(slots, dtype=np.int64)] == _FREE).all())
 
     def free_flags(self, num_slots: int) -> np.ndarray:
         """bool [num_slots]: which slots are free."""
@@ -89,20 +90,21 @@ class PageAllocator:
         return flags
 
     def claim(self, slots: Sequence[int]) -> None:
-        """Take particular slots, all of them free. Costs O(extents) a slot."""
-        for slot in slots:
-            assert self._state[slot] == _FREE, f"slot {slot} is not free"
-            start = max(first for first in self._lengths if first <= slot)
-            self._take(start, slot - start, 1, [])
+        """Take particular slots, all of them free, in any order. Costs O(extents) a run of slots."""
+        for begin, end in _runs(np.asarray(slots, dtype=np.int64)):
+            assert self._state[begin:end] == bytes((_FREE,)) * (end - begin), f"slots {begin}..{end - 1} are not free"
+            while begin < end:  # a run may cross the border, which no extent does
+                start = max(first for first in self._lengths if first <= begin)
+                count = min(end, start + self._lengths[start]) - begin
+                self._take(start, begin - start, count, [])
+                begin += count
         self.num_free -= len(slots)
 
     def free(self, slots: Sequence[int] | np.ndarray) -> None:
         """Take slots back, in any order. Each must be in use."""
-        ordered = np.sort(np.asarray(slots, dtype=np.int64))
-        gaps = np.flatnonzero(np.diff(ordered) != 1) + 1
-        for begin, end in itertools.pairwise([0, *gaps.tolist(), len(ordered)] if len(ordered) else ()):
-            self._give_back(int(ordered[begin]), int(ordered[end - 1]) + 1)
-        self.num_free += len(ordered)
+        for begin, end in _runs(np.asarray(slots, dtype=np.int64)):
+            self._give_back(begin, end)
+        self.num_free += len(slots)
 
     def _take(self, start: int, offset: int, count: int, taken: list[int]) -> None:
         """Move `count` slots at `offset` of the free extent at `start` to `taken`."""
@@ -157,6 +159,16 @@ class PageAllocator:
                 return start
             else:
                 heapq.heapreplace(self._heap, (below, start - end, end))
+
+
+def _runs(slots: np.ndarray) -> Iterator[tuple[int, int]]:
+    """The runs of consecutive slots, as first and slot after the last, ascending."""
+    if not len(slots):
+        return
+    ordered = np.sort(slots)
+    gaps = np.flatnonzero(np.diff(ordered) != 1) + 1
+    for begin, end in itertools.pairwise([0, *gaps.tolist(), len(ordered)]):
+        yield int(ordered[begin]), int(ordered[end - 1]) + 1
 
 
 class PageTable:

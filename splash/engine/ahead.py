@@ -24,6 +24,7 @@ from splash.core.ownership import page_holders
 from splash.core.pages import PagePool, PageTable
 from splash.core.step import NO_SLOT
 from splash.switch.manifest import (
+    Manifest,
     Occupancy,
     Planned,
     SwitchCounts,
@@ -85,8 +86,8 @@ class AheadCopies:
         self._geometry = geometry
         self._pool = pool
         # By page, as the occupancy numbers them, and rank: what is copied there is right whoever claims the page.
-        self._slots: dict[int, list[int]] = {}  # slot claimed on each rank, NO_SLOT where none is
-        self._covered: dict[int, list[int]] = {}  # positions copied to it
+        self._slots: dict[int, tuple[int, ...]] = {}  # slot claimed on each rank, NO_SLOT where none is
+        self._covered: dict[int, tuple[int, ...]] = {}  # positions copied to it
         self._weights: list[tuple[int, int, int, int]] | None = None  # (rank, head group, peer, layer) still to copy
         self._under: list[list[int]] = [[] for _ in range(geometry.ranks)]  # slots claimed under weights, by rank
         self._moves_pages = True
@@ -98,7 +99,7 @@ class AheadCopies:
         self._lies, self._will_lie = np.zeros((2, geometry.ranks, geometry.num_slots), dtype=np.int32)
         self._known: frozenset[PageTable] = frozenset()  # those of the last occupancy
         # Slots that nobody wants any more, by order. Copies to them may run until the second order after that.
-        self._given_up: deque[list[list[int]]] = deque([[]])
+        self._given_up: deque[list[tuple[int, ...]]] = deque([[]])
         self.kv_bytes = [0] * geometry.ranks
         self.weight_bytes = [0] * geometry.ranks
 
@@ -120,6 +121,19 @@ class AheadCopies:
             for request, table in planned.tables.items()
         }
         return replace(planned, tables=tables)
+
+    def plan_window(self, occupancy: Occupancy, owners: Sequence[int], epoch: int) -> Planned:
+        """A plan of the first pages, before any are copied: whether there is room for them shows whether to begin."""
+        return self._plan(*self._rest(occupancy, owners, MANY_PAGES), epoch)
+
+    def is_settled(self, manifest: Manifest) -> bool:
+        """Whether a plan of `plan` finds everything in its place and overwrites nothing."""
+        copies = [rank_copies(manifest, self._geometry, rank) for rank in range(self._geometry.ranks)]
+        return manifest.abandonable and not any(len(own.peer) or own.weights for own in copies)
+
+    def digest_with(self, rest: Sequence[PreparedPages]) -> int:
+        """The digest of all that was prepared and of `rest`, which the ranks are told last."""
+        return chain(self._digest, rest)
 
     def count(self, planned: Planned) -> SwitchCounts:
         """What a plan of `plan` and everything before it do."""
@@ -181,15 +195,17 @@ class AheadCopies:
         self, occupancy: Occupancy, owners: Sequence[int], window: int | None
     ) -> tuple[Occupancy, tuple[int, ...]]:
         assert occupancy.pages is not None
-        size, ranks, left = self._geometry.page_size, self._geometry.ranks, window
+        size, ranks = self._geometry.page_size, self._geometry.ranks
+        left = self._shares(occupancy, window)
         chosen, tables, pages, first, written = [], [], [], [], []
         for index, (request, table) in enumerate(zip(occupancy.requests, occupancy.tables, strict=True)):
             begin = len(self._prepared[request].target) if request in self._prepared else 0
             end, positions = len(table), occupancy.written[index]
             if left is not None and not self._is_whole(request):
-                end = min(-(-positions // size), begin + left)
+                owner = occupancy.owners[index]
+                end = min(-(-positions // size), begin + left[owner])
                 positions = min(positions, end * size)
-                left -= end - begin
+                left[owner] -= end - begin
                 if end == begin:
                     continue
             chosen.append(index)
@@ -207,6 +223,21 @@ class AheadCopies:
             first=tuple(first),
         )
         return rest, tuple(owners[index] for index in chosen)
+
+    def _shares(self, occupancy: Occupancy, window: int | None) -> list[int] | None:
+        """By owner, how many pages of a window are of its requests: as many of each, so that no rank only sends."""
+        if window is None:
+            return None
+        size, left = self._geometry.page_size, [0] * self._geometry.ranks
+        for request, owner, written in zip(occupancy.requests, occupancy.owners, occupancy.written, strict=True):
+            if not self._is_whole(request):
+                begin = len(self._prepared[request].target) if request in self._prepared else 0
+                left[owner] += -(-written // size) - begin
+        shares, owners = [0] * len(left), [owner for owner, num in enumerate(left) if num]
+        for turn, owner in enumerate(sorted(owners, key=left.__getitem__)):
+            shares[owner] = min(left[owner], window // (len(owners) - turn))
+            window -= shares[owner]
+        return shares
 
     def _shared(self, rest: Occupancy) -> dict[int, npt.NDArray[np.intp]]:
         """By request, which of its prepared pages are in the rest as well, for another request."""
@@ -359,10 +390,9 @@ class AheadCopies:
         # A page begins as long as every rank that copies it has bytes left.
         has_room = (np.cumsum(size_pT, axis=0) - size_pT < np.array(budget)) | ~todo
         fits = has_room.all(axis=1)
-        num = len(fits) if fits.all() else int(fits.argmin())
-        done &= num == len(fits)
-        todo[num:] = False
-        size_pT[num:] = 0
+        done &= bool(fits.all())
+        todo[~fits] = False
+        size_pT[~fits] = 0
         budget = [left - taken for left, taken in zip(budget, size_pT.sum(axis=0).tolist(), strict=True)]
         by_rank = []
         for rank in range(ranks):
@@ -381,8 +411,8 @@ class AheadCopies:
             strict=True,
         ):  # fmt: skip
             page = pages[row]
-            self._slots[page] = slots
-            self._covered[page] = list(map(max, copied, self._covered.get(page, nothing)))
+            self._slots[page] = tuple(slots)
+            self._covered[page] = tuple(map(max, copied, self._covered.get(page, nothing)))
         there_pT = (after == NO_SLOT) | (after == before) | (settled >= size)
         now = zip(occupancy.requests, occupancy.tables, owners, strict=True)
         mine = [own for own in now if own[0] >= 0]
@@ -439,20 +469,6 @@ class AheadCopies:
                 left.append((rank, group, peer, layer))
         self._weights = left
         return tuple(tuple(own) for own in chosen), not left
-
-    def take_back(self, order: CopyAhead) -> None:
-        """Undo an order that nobody was given. No request may run: so what was copied before is of no use either."""
-        assert self._weights is not None
-        group_bytes = self._geometry.attention_bytes // self._geometry.ranks
-        layer_token = self._geometry.kv.token_bytes * self._geometry.spec.num_layers
-        for rank, weights in enumerate(order.weights):
-            copies = order.rank_copies(rank)
-            self.kv_bytes[rank] -= int((copies.last - copies.first)[copies.peer != rank].sum()) * layer_token
-            self.weight_bytes[rank] -= group_bytes * len(weights)
-            self._weights += [(rank, *copied) for copied in weights]
-        self._given_up[-1] += self._slots.values()
-        self._slots.clear()
-        self._covered.clear()
 
     def abandon(self) -> None:
         """Give every claimed slot back to the pool."""

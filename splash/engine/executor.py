@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from splash.engine.config import EngineConfig
 from splash.engine.messages import Channel, Failure, FromRank, Launch, Ready, Result, Run
 from splash.engine.progress import ProgressBoard
 from splash.platform.base import Platform
+from splash.switch.orders import CopyAhead, Vote
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 5.0
@@ -61,6 +63,8 @@ class LocalGroup:
         self._board_fd = ProgressBoard.create(self._ranks)
         self._board = ProgressBoard(self._board_fd, self._ranks)
         self._num_collected = 0
+        self._results: deque[Result] = deque()
+        self._votes: list[Vote] = []
         self._handle = self._platform.create_group(self._ranks, layers, self._geometry, self._config.attention.backend)
 
     def start(self, max_model_len: int) -> list[Ready]:
@@ -145,7 +149,13 @@ class LocalGroup:
         return [process.pid for process in self._processes]
 
     def submit(self, run: Run) -> None:
-        frame = Channel.encode(run)
+        self._send(run)
+
+    def copy_ahead(self, order: CopyAhead) -> None:
+        self._send(order)
+
+    def _send(self, message: Run | CopyAhead) -> None:
+        frame = Channel.encode(message)
         for rank, channel in enumerate(self._channels):
             try:
                 channel.send_encoded(frame)
@@ -153,17 +163,34 @@ class LocalGroup:
                 raise self._died(rank) from None
 
     def collect(self) -> Result:
-        message = self._next_message(time.monotonic() + self._timeout_s)
-        assert isinstance(message, Result)
+        deadline = time.monotonic() + self._timeout_s
+        while not self._results:
+            self._take(deadline)
         self._num_collected += 1
-        return message
+        return self._results.popleft()
+
+    def votes(self) -> list[Vote]:
+        deadline = time.monotonic() + self._timeout_s
+        while len(self._votes) < self._ranks:
+            self._take(deadline)
+        votes, self._votes = self._votes, []
+        return votes
+
+    def _take(self, deadline: float) -> None:
+        """Wait for a message and keep it for whoever asks for its kind."""
+        message = self._next_message(deadline)
+        if isinstance(message, Vote):
+            self._votes.append(message)
+        else:
+            assert isinstance(message, Result)
+            self._results.append(message)
 
     def check(self) -> None:
         if self._poller.poll(0):
             self._next_message(time.monotonic())
             raise AssertionError("a rank spoke without being asked")
 
-    def _next_message(self, deadline: float, waiting_for: str = "") -> Ready | Result:
+    def _next_message(self, deadline: float, waiting_for: str = "") -> Ready | Result | Vote:
         events = self._poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
         if not events:
             if waiting_for:
@@ -177,7 +204,7 @@ class LocalGroup:
                 raise self._died(rank) from None
             if isinstance(message, Failure):
                 raise _revive(message)
-            assert isinstance(message, Ready | Result)
+            assert isinstance(message, Ready | Result | Vote)
             return message
         raise AssertionError("unreachable")
 

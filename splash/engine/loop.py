@@ -19,6 +19,7 @@ from splash.scheduler.policy import Policy, StaticPolicy
 from splash.scheduler.prefix_cache import Keys
 from splash.scheduler.request import Progress
 from splash.scheduler.scheduler import Scheduler
+from splash.switch.orders import CopyAhead, Vote
 
 
 class Executor(Protocol):
@@ -26,6 +27,16 @@ class Executor(Protocol):
 
     def submit(self, run: Run) -> None:
         """Begin a step, or line it up behind the one that runs. The step before that must have been collected."""
+
+    def copy_ahead(self, order: CopyAhead) -> None:
+        """Have the ranks copy ahead of a switch behind the step that was submitted last."""
+
+    def votes(self) -> list[Vote]:
+        """Wait for the votes of all ranks on the last order, which asked for them.
+
+        Raises:
+            WorkerError: as `collect`.
+        """
 
     def collect(self) -> Result:
         """Wait for the first step that has not been collected.
@@ -52,8 +63,8 @@ class Loop:
     """Serves numbered requests. Not thread-safe: one thread calls everything.
 
     Between calls at most one step is in flight. With `async_scheduling` the next one is planned and sent before `step`
-    waits for it, so that ranks go from step to step without waiting for the host. Where a switch is under way, or a
-    request with a grammar runs, each step is over before the next is planned.
+    waits for it, so that ranks go from step to step without waiting for the host. Where a switch is about to commit with
+    a manifest, or a request with a grammar runs, each step is over before the next is planned.
 
     When a rank dies, fails or hangs, all are started anew in the layout that served last, and every live request is
     computed again from its tokens: nobody sees more of it than a pause. A switch under way has failed then.
@@ -148,11 +159,9 @@ class Loop:
         return progress
 
     def _may_run_ahead(self) -> bool:
-        """Whether a step is in flight whose outcome nobody has to know before the next: neither a switch, under way or
-        about to begin, nor a grammar, which says what may come after each token."""
-        if not self._async_scheduling or len(self._in_flight) != 1:
-            return False
-        if self.switcher.active is not None or self.steering.wants_switch:
+        """Whether a step is in flight whose outcome nobody has to know before the next: neither a switch that may fail
+        in it or has to be planned behind it, nor a grammar, which says what may come after each token."""
+        if not self._async_scheduling or len(self._in_flight) != 1 or not self.switcher.lets_run_ahead:
             return False
         return all([request.new.params.grammar is None for request in self.scheduler.running])
 
@@ -177,15 +186,18 @@ class Loop:
     def begin(self) -> None:
         """Plan the next step and send it, where there is something to do."""
         self.steering.act()
-        run = self.switcher.next_run()
+        if self.switcher.awaits_votes:
+            self.switcher.decide(self.executor.votes())
+        run = self.switcher.next_run(at_boundary=not self._in_flight)
         self.begun = [] if run is None else [new.id for new in run.plan.new]
         if run is not None:
             rows = sum([len(query.tokens) for query in run.plan.queries])
             sent = self._clock()
             self.executor.submit(run)
             self._in_flight.append((sent, run.plan.layout, rows))
-            assert self.switcher.active is None or len(self._in_flight) == 1
-            self.switcher.look_ahead(run.plan)
+            order = self.switcher.look_ahead(run.plan)
+            if order is not None:
+                self.executor.copy_ahead(order)
             self.steering.ask()
 
     def check(self) -> None:

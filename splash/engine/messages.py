@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from splash.core.step import StepOutput, StepPlan
-from splash.switch.orders import CopyAhead, SwitchOrder, SwitchOutcome
+from splash.switch.orders import CopyAhead, PreparedCommit, SwitchOrder, SwitchOutcome, Vote
 
 
 class Launch(msgspec.Struct, frozen=True, tag=True):
@@ -39,11 +39,15 @@ class Launch(msgspec.Struct, frozen=True, tag=True):
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):
-    """Carry out a step: commit a switch with it, or copy ahead of one after it."""
+    """Carry out a step, and commit a switch with it: by a manifest, or as it was prepared and voted for.
+
+    `copying` is the number of the switch that goes on copying ahead behind this step, 0 where none does.
+    """
 
     plan: StepPlan
     switch: SwitchOrder | None = None
-    ahead: CopyAhead | None = None
+    commit: PreparedCommit | None = None
+    copying: int = 0
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -77,8 +81,8 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
     blamed: int | None = None
 
 
-ToRank = Launch | Run
-FromRank = Ready | Result | Failure
+ToRank = Launch | Run | CopyAhead
+FromRank = Ready | Result | Vote | Failure
 
 _LENGTH = struct.Struct("<I")
 _ENCODER = msgspec.msgpack.Encoder()

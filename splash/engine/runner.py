@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import torch
 
@@ -30,7 +32,7 @@ from splash.model.rope import RotaryTable
 from splash.model.transformer import Transformer
 from splash.platform.base import Completion, Rank
 from splash.platform.host_copies import upload
-from splash.switch.orders import CopyAhead, SwitchOrder, SwitchOutcome
+from splash.switch.orders import CopyAhead, PreparedCommit, SwitchOrder, SwitchOutcome, Vote
 from splash.switch.prepared import Preparation
 from splash.switch.transfer import Handoff, LayerCopies, copy_head_group
 
@@ -48,6 +50,7 @@ class Launched:
     Args:
         plan: of the step.
         outcome: of the switch that it committed.
+        waited: copies that the committing step waited for.
         sampled: its tokens; None on ranks that do not sample, or where nothing is.
         failures, scores: see `StepOutput`.
         has_output: whether this rank answers and the step has run.
@@ -61,8 +64,9 @@ class Launched:
         failures: Sequence[tuple[int, str]] = (),
         scores: Sequence[Scores] = (),
         has_output: bool = False,
+        waited: Sequence[Completion] = (),
     ) -> None:
-        self._plan, self._outcome, self._sampled = plan, outcome, sampled
+        self._plan, self._outcome, self._sampled, self._waited = plan, outcome, sampled, waited
         self._failures, self._scores, self._has_output = tuple(failures), tuple(scores), has_output
 
     def is_done(self) -> bool:
@@ -76,10 +80,14 @@ class Launched:
             on rank 0 the output, and the outcome of the switch where there is one; elsewhere the output is None. A
             switch that fails leaves every rank as it was before the step, and there is no output anywhere.
         """
-        if not self._has_output:
-            return None, self._outcome
         plan = self._plan
         tokens, logprobs = ([], []) if self._sampled is None else self._sampled.wait()
+        outcome = self._outcome
+        if outcome is not None and self._waited:
+            waited_s = sum(copies.waited_s() for copies in self._waited)
+            outcome = msgspec.structs.replace(outcome, exposed_s=outcome.exposed_s + waited_s)
+        if not self._has_output:
+            return None, outcome
         output = StepOutput(
             step=plan.step,
             epoch=plan.epoch,
@@ -89,7 +97,7 @@ class Launched:
             failures=self._failures,
             scores=self._scores,
         )
-        return output, self._outcome
+        return output, outcome
 
 
 class ModelRunner:
@@ -142,6 +150,7 @@ class ModelRunner:
         self._group = group
         self._geometry = geometry
         self._failed_ahead: int | None = None  # the last switch that this rank failed to copy ahead of
+        self._why_failed = ""
         self._coming = Preparation(0, group.size)  # the tables of a switch to come
         self._copying: deque[tuple[int, Completion]] = deque()  # with the switch they are made ahead of, the last ones
         self._tables = PageTables(group.size)
@@ -214,21 +223,38 @@ class ModelRunner:
         """How long it took to record decode steps."""
         return 0.0 if self._graphs is None else self._graphs.seconds
 
-    def run(self, plan: StepPlan, order: SwitchOrder | None = None) -> tuple[StepOutput | None, SwitchOutcome | None]:
+    def run(
+        self, plan: StepPlan, order: SwitchOrder | None = None, commit: PreparedCommit | None = None, copying: int = 0
+    ) -> tuple[StepOutput | None, SwitchOutcome | None]:
         """`launch` a step and wait for it."""
-        return self.launch(plan, order).result()
+        return self.launch(plan, order, commit, copying).result()
 
-    def launch(self, plan: StepPlan, order: SwitchOrder | None = None) -> Launched:
-        """Carry out `plan`, and commit the switch that comes with it. May be called again before the step is over."""
+    def launch(
+        self, plan: StepPlan, order: SwitchOrder | None = None, commit: PreparedCommit | None = None, copying: int = 0
+    ) -> Launched:
+        """Carry out a step. May be called again before it is over.
+
+        Args:
+            plan: of the step.
+            order: the switch to commit with it by a manifest.
+            commit: the prepared switch to commit with it.
+            copying: number of the switch that goes on copying ahead; see `Run`.
+        """
+        started = time.perf_counter()
+        waited = self._settle_copies(copying)
         outcome = None
-        if order is None:
-            logits = self.logits(plan)
-        else:
+        if order is not None:
             try:
                 logits, outcome = self._hand_off(plan, order)
             except SwitchError as error:
                 return Launched(plan, SwitchOutcome(str(error), error.rank, error.recoverable))
-        launched, tokens = self._sample(plan, logits, outcome)
+        else:
+            if commit is not None:
+                self._tables = PageTables(self._group.size, self._coming.target(commit.digest))
+                self._coming = Preparation(0, self._group.size)
+                outcome = SwitchOutcome(exposed_s=time.perf_counter() - started)
+            logits = self.logits(plan)
+        launched, tokens = self._sample(plan, logits, outcome, () if outcome is None else waited)
         self._last.remember(plan, tokens)
         return launched
 
@@ -246,10 +272,14 @@ class ModelRunner:
         kv_bytes, weight_bytes, exposed_s = handoff.received()
         return logits, SwitchOutcome("", None, True, tuple(kv_bytes), tuple(weight_bytes), exposed_s)
 
-    def copy_ahead(self, order: CopyAhead) -> None:
-        """Copy what a coming switch will find in place. A failure is told at its commit, which then fails.
+    def copy_ahead(self, order: CopyAhead) -> Vote | None:
+        """Copy what a coming switch will find in place, behind the steps that were launched.
 
-        Where copies are queued they run beside the step that follows.
+        Where copies are queued they run beside the step that follows. Nothing here waits for the device.
+
+        Returns:
+            this rank's vote, where the order makes the target state whole. A failure before is told there, or at the
+            commit by a manifest, which then fails.
         """
 
         def work() -> None:
@@ -267,42 +297,57 @@ class ModelRunner:
                 self._copying.append((order.switch, self._group.copies.begin(work)))
             else:
                 work()
-        except Exception:
+        except Exception as failure:
             self._failed_ahead = order.switch
+            self._why_failed = str(failure)
+        if order.rest is None:
+            return None
+        error = self._coming.complete(order.rest, self._tables)
+        if self._failed_ahead == order.switch:
+            error = f"failed to copy ahead of the switch: {self._why_failed}"
+        return Vote(self._group.rank, order.switch, self._coming.digest, error)
 
-    def settle_copies(self, ahead: CopyAhead | None) -> None:
-        """Before a step: let it see what is still being copied, unless the step comes with more for the same switch.
+    def _settle_copies(self, copying: int) -> list[Completion]:
+        """Before a step: let it see what is still being copied, unless the switch `copying` that it is for goes on.
 
-        While that switch goes on, slots that are copied to are nobody else's, but it may let go of them from step to
-        step: so all copies but the last ones are waited for. Without the switch the step may write to any.
+        While it does, slots that are copied to are nobody else's, but it may let go of them from step to step: so all
+        copies but the last ones are waited for. Without the switch the step may write to any. Returns what is waited
+        for.
         """
+        waited = []
         while self._copying:
             switch, copies = self._copying[0]
-            if len(self._copying) == 1 and ahead is not None and ahead.switch == switch:
+            if len(self._copying) == 1 and copying == switch:
                 break
             self._copying.popleft()
             copies.wait()
+            waited.append(copies)
+        return waited
 
     def _sample(
-        self, plan: StepPlan, logits: torch.Tensor | None, outcome: SwitchOutcome | None
+        self,
+        plan: StepPlan,
+        logits: torch.Tensor | None,
+        outcome: SwitchOutcome | None,
+        waited: Sequence[Completion],
     ) -> tuple[Launched, torch.Tensor | None]:
         """The step, and the tokens that this rank has chosen in it: None where it does not sample, or nothing is."""
         if self._sampler is None:
-            return Launched(plan, outcome), None
+            return Launched(plan, outcome, waited=waited), None
         for request in plan.finished:
             self._sampler.remove(request)
         for new in plan.new:
             self._sampler.add(new)
         if logits is None:
-            return Launched(plan, outcome, has_output=True), None
+            return Launched(plan, outcome, has_output=True, waited=waited), None
         sampling = [(query.request, query.start + len(query.tokens)) for query in plan.queries if query.sample]
         scores: list[Scores] = []
         if any(query.score for query in plan.queries):
             logits, scores = self._score(plan, logits)
         if not sampling:
-            return Launched(plan, outcome, scores=scores, has_output=True), None
+            return Launched(plan, outcome, scores=scores, has_output=True, waited=waited), None
         sampled = self._sampler.sample(logits, sampling)
-        return Launched(plan, outcome, sampled, self._sampler.failures, scores, True), sampled.tokens_n
+        return Launched(plan, outcome, sampled, self._sampler.failures, scores, True, waited), sampled.tokens_n
 
     def _score(self, plan: StepPlan, logits: torch.Tensor) -> tuple[torch.Tensor, list[Scores]]:
         """Score what is to be scored; the logits of the rows to sample after, and the scores."""

@@ -1,8 +1,13 @@
 """Switcher: takes one switch at a time from its request to its record, a step boundary at a time.
 
 waiting     the target has no room yet, or its staging would be too large: admission is held until it fits
-copying     pages and weights are copied after ordinary steps, at most so many bytes a step
-committing  the step in flight runs in the target state if its switch succeeds, and has not run otherwise
+copying     pages and weights are copied behind ordinary steps, at most so many bytes a step
+committing  the next step, or the one in flight, runs in the target state
+
+Where everything was copied ahead a commit has two phases. Behind a step the ranks are told the last pages, and vote for
+the target state while that step runs, in which the engine goes over to it in its books. The next step is then in that
+state: no rank has anything to do for it but to take other tables, and it cannot fail. Any other commit comes with a
+manifest, whose copies the ranks agree on in the step; it has not run where one fails.
 """
 
 from __future__ import annotations
@@ -12,38 +17,36 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from splash.core.decision import Decision
 from splash.core.errors import CapacityError, ConfigError
 from splash.core.layout import KV, Layout, Projections, check_layout
 from splash.core.memory import ArenaGeometry
-from splash.core.pages import HeldPages, HolderTable, PageTable
-from splash.core.step import NO_SLOT, StepPlan
-from splash.engine.ahead import MANY_PAGES, AheadCopies
+from splash.core.pages import HeldPages
+from splash.core.step import StepPlan
+from splash.engine.ahead import AheadCopies
 from splash.engine.messages import Run
+from splash.engine.target import Moved, check_room, never_fits, pages_after, running_pages, staging_shortage, with_chains
 from splash.scheduler.owners import balance_owners
-from splash.scheduler.prefix_cache import MOST_TAKEN_ALONG, Chain, PrefixCache
+from splash.scheduler.prefix_cache import Chain, PrefixCache
 from splash.scheduler.request import Rebase
 from splash.scheduler.scheduler import Scheduler
 from splash.switch.checks import validate
-from splash.switch.manifest import Occupancy, Planned, count, page_flags, plan_switch, rank_copies
-from splash.switch.orders import METHODS, CopyAhead, SwitchOrder, SwitchOutcome, SwitchRecord
+from splash.switch.manifest import Occupancy, Planned, count, plan_switch
+from splash.switch.orders import (
+    METHODS,
+    CopyAhead,
+    PreparedCommit,
+    PreparedPages,
+    SwitchOrder,
+    SwitchOutcome,
+    SwitchRecord,
+    Vote,
+)
+from splash.switch.prepared import last_pages
 
 HISTORY = 1000
-
-
-@dataclass(frozen=True, eq=False)
-class Moved:
-    """What a switch moves.
-
-    Attributes:
-        occupancy: the running requests, then the chains, which stand for requests of negative ids.
-        owners: owner after the switch of each.
-        chains: idle pages of the cache.
-    """
-
-    occupancy: Occupancy
-    owners: tuple[int, ...]
-    chains: tuple[Chain, ...]
 
 
 @dataclass(eq=False)
@@ -59,10 +62,11 @@ class _Active:
     takes_cache: bool = True  # whether idle pages of the cache are taken along
     chains: tuple[Chain, ...] = ()  # that the last plan takes along
     ahead: AheadCopies | None = None
-    commit_next: bool = False
-    ordered: tuple[CopyAhead | None, bool] | None = None  # what the next step copies, and whether the one after commits
+    commit_next: bool = False  # with a manifest, at a boundary
     before: Rebase | None = None
-    planned: Planned | None = None
+    planned: Planned | None = None  # what commits
+    is_prepared: bool = False  # whether what commits is what the ranks vote on
+    told: int | None = None  # its digest, until it is sent
     asked_at: float = 0.0
 
 
@@ -155,8 +159,21 @@ class Switcher:
 
     @property
     def committing(self) -> bool:
-        """Whether the step in flight carries a switch."""
+        """Whether the switch under way will commit with the next step, if the ranks agree, or with one in flight."""
         return self._active is not None and self._active.before is not None
+
+    @property
+    def awaits_votes(self) -> bool:
+        """Whether the ranks have been asked to vote: `decide` comes before the next plan."""
+        return self.committing and self._active is not None and self._active.told is not None
+
+    @property
+    def lets_run_ahead(self) -> bool:
+        """Whether the next step may be planned while one is in flight."""
+        active = self._active
+        if active is None:
+            return True
+        return active.is_prepared or (active.before is None and not self._is_due(active))
 
     def abort(self) -> None:
         """Give up the switch under way, and what was asked for after it. One that is committing ends by itself."""
@@ -166,16 +183,15 @@ class Switcher:
         if self._active is not None and not self.committing:
             self._end("aborted", "")
 
-    def next_run(self) -> Run | None:
-        """Plan the next step, with whatever the switch under way does in it. None where there is nothing to run."""
+    def next_run(self, at_boundary: bool = True) -> Run | None:
+        """Plan the next step, with whatever the switch under way does in it. None where there is nothing to run.
+
+        `at_boundary`: no step is in flight, so that a switch may commit with a manifest.
+        """
         active = self._active
-        if active is not None and active.ahead is None:
-            self._start(active)
-            active = self._active
-        if active is None:
-            plan = self._scheduler.schedule()
-            return None if plan is None else Run(plan)
-        if active.commit_next or (active.ahead is not None and not self._scheduler.running):
+        if active is not None and active.told is not None:
+            return self._commit_prepared(active)
+        if active is not None and active.before is None and at_boundary and self._is_due(active):
             run = self._commit(active)
             if run is not None:
                 return run
@@ -183,51 +199,14 @@ class Switcher:
         plan = self._scheduler.schedule()
         if plan is None:
             return None
-        if active is None or active.ahead is None:
-            return Run(plan)
-        return self._copy_ahead(active, active.ahead, Run(plan))
+        return Run(plan, copying=active.record.id if active is not None and active.ahead is not None else 0)
 
-    def _occupancy(self, target: Layout) -> Occupancy:
-        running = self._scheduler.running
-        held = [request.held for request in running]
-        return Occupancy(
-            layout=self.layout,
-            requests=tuple(request.id for request in running),
-            owners=tuple(pages.owner for pages in held if pages is not None),
-            written=tuple(request.num_computed for request in running),
-            tables=tuple(pages.table for pages in held if pages is not None),
-            pages=tuple(pages.ids for pages in held if pages is not None),
-            idle=self._scheduler.pool.idle_slots(target),
-        )
+    def _is_due(self, active: _Active) -> bool:
+        """Whether nothing is left to do but to commit with a manifest."""
+        return active.commit_next or not self._scheduler.running or not self._may_copy_ahead(active)
 
-    def _with_chains(self, active: _Active, occupancy: Occupancy, owners: Sequence[int]) -> Moved:
-        """What moves: running requests, and of the idle pages of the cache what there is room for."""
-        cache, ranks = self._scheduler.pool, self._geometry.ranks
-        if not (active.takes_cache and any(cache.num_idle)):
-            return Moved(occupancy, tuple(owners), ())
-        # What is copied ahead fills slots of the pool as well, and those are counted as wanted.
-        held = occupancy.pages_wanted(self.layout, occupancy.owners, ranks)
-        wanted = occupancy.pages_wanted(active.target, owners, ranks)
-        slots = [len(self._geometry.page_slots(active.target, rank)) for rank in range(ranks)]
-        room = [
-            min(own, total) - before - after
-            for own, total, before, after in zip(slots, cache.num_total, held, wanted, strict=True)
-        ]
-        chains = tuple(cache.chains(active.target, room, MOST_TAKEN_ALONG))
-        if not chains:
-            return Moved(occupancy, tuple(owners), ())
-        page_size = self._geometry.page_size
-        along = {page for chain in chains for page in chain.pages}
-        extended = Occupancy(
-            layout=occupancy.layout,
-            requests=occupancy.requests + tuple(range(-1, -1 - len(chains), -1)),
-            owners=occupancy.owners + tuple(chain.pages[-1].place for chain in chains),
-            written=occupancy.written + tuple(len(chain.pages) * page_size for chain in chains),
-            tables=occupancy.tables + tuple(PageTable(ranks, [page.slots for page in chain.pages]) for chain in chains),
-            pages=(occupancy.pages or ()) + tuple([page.id for page in chain.pages] for chain in chains),
-            idle=cache.idle_slots(active.target, along),
-        )
-        return Moved(extended, (*owners, *(chain.owner for chain in chains)), chains)
+    def _may_copy_ahead(self, active: _Active) -> bool:
+        return active.may_copy_ahead and active.record.asked in ("auto", "precopy")
 
     def _owners(self, active: _Active, occupancy: Occupancy) -> tuple[int, ...]:
         """Owners after the switch: the same where pages are with their owner already, else balanced anew."""
@@ -240,14 +219,33 @@ class Switcher:
         active.owners = dict(zip(occupancy.requests, owners, strict=True))
         return tuple(owners)
 
+    def _moved(self, active: _Active) -> tuple[Moved, Moved]:
+        """What moves, and the same without idle pages of the cache."""
+        occupancy = running_pages(self._scheduler, active.target)
+        alone = Moved(occupancy, self._owners(active, occupancy), ())
+        if not active.takes_cache:
+            return alone, alone
+        return with_chains(self._scheduler.pool, self._geometry, active.target, occupancy, alone.owners), alone
+
     def _plan(self, active: _Active) -> Planned:
+        """Plan the commit."""
+        started, epoch = self._clock(), self._scheduler.epoch
+        planned = self._plan_by(
+            active,
+            lambda occupancy, owners: (
+                plan_switch(occupancy, active.target, owners, self._geometry, epoch)
+                if active.ahead is None
+                else active.ahead.plan(occupancy, owners, epoch)
+            ),
+        )
+        active.record.planning_ms = (self._clock() - started) * 1e3
+        return planned
+
+    def _plan_by(self, active: _Active, plan: Callable[[Occupancy, tuple[int, ...]], Planned]) -> Planned:
         """Plan what is to move now, without the idle pages of the cache where they would be in the way."""
-        started = self._clock()
-        occupancy = self._occupancy(active.target)
-        owners = self._owners(active, occupancy)
-        moved = self._with_chains(active, occupancy, owners)
+        moved, alone = self._moved(active)
         try:
-            planned = self._plan_moved(active, moved)
+            planned = plan(moved.occupancy, moved.owners)
             in_the_way = bool(moved.chains) and not planned.manifest.abandonable
         except CapacityError:
             if not moved.chains:
@@ -255,130 +253,138 @@ class Switcher:
             in_the_way = True
         if in_the_way:
             active.takes_cache = False
-            moved = Moved(occupancy, owners, ())
-            planned = self._plan_moved(active, moved)
+            moved, planned = alone, plan(alone.occupancy, alone.owners)
         active.chains = moved.chains
-        active.record.planning_ms = (self._clock() - started) * 1e3
         return planned
-
-    def _plan_moved(self, active: _Active, moved: Moved) -> Planned:
-        epoch = self._scheduler.epoch
-        if active.ahead is not None:
-            return active.ahead.plan(moved.occupancy, moved.owners, epoch)
-        return plan_switch(moved.occupancy, active.target, moved.owners, self._geometry, epoch)
-
-    def _start(self, active: _Active) -> None:
-        """Choose the method, or see whether a switch that waits for room has it now."""
-        record = active.record
-        if reason := self._never_fits(active):
-            self._end("refused", reason)
-            return
-        try:
-            planned = self._plan(active)
-        except CapacityError as error:
-            self._wait(active, str(error))
-            return
-        counts = count(planned.manifest, self._geometry)
-        moves_bytes = any(counts.kv_bytes) or any(counts.weight_bytes) or any(counts.moved)
-        is_work = moves_bytes or len(planned.pages) > MANY_PAGES
-        if record.asked in ("auto", "precopy") and active.may_copy_ahead and is_work and self._scheduler.running:
-            ahead = AheadCopies(record.id, active.target, self._geometry, self._scheduler.pool)
-            record.reason = ahead.begin(planned)
-            if not record.reason:
-                record.method, record.status = "precopy", "copying"
-                self._scheduler.holds_admission = False
-                active.ahead = ahead
-                return
-        record.method = record.asked if record.asked in ("layerwise", "blocking") else "layerwise"
-        if shortage := self._staging_shortage(planned):
-            self._wait(active, shortage)
-            return
-        active.planned = planned  # it is committed at this very boundary
-        active.commit_next = True
 
     def _wait(self, active: _Active, reason: str) -> None:
         """Let running requests end, and none begin, until the switch fits. What was copied ahead is given up."""
         if active.ahead is not None:
             active.ahead.abandon()
-            active.ahead, active.ordered, active.may_copy_ahead = None, None, False
+            active.ahead, active.may_copy_ahead = None, False
         active.commit_next = False
         active.record.status, active.record.reason = "waiting", f"{reason}; admission is held"
         active.record.waited_steps += 1
         self._scheduler.holds_admission = True
 
-    def _staging_shortage(self, planned: Planned) -> str:
-        """Why a rank cannot stage a layer of the switch, or an empty string."""
-        geometry = self._geometry
-        group_bytes = geometry.attention_bytes // geometry.ranks
-        needs = []
-        for rank in range(geometry.ranks):
-            copies = rank_copies(planned.manifest, geometry, rank)
-            needs.append(
-                copies.num_staged * geometry.slot_bytes + copies.weights_staged * len(copies.weights) * group_bytes
-            )
-        if max(needs) <= self._staging_bytes:
-            return ""
-        return f"it would stage {max(needs)} bytes a layer, and a rank has {self._staging_bytes}"
+    def look_ahead(self, plan: StepPlan) -> CopyAhead | None:
+        """Once the step of `plan` has been sent: do what the switch under way needs, while that step runs.
 
-    def _never_fits(self, active: _Active) -> str:
-        """Why a live request could never run to its end in the target, even alone, or an empty string."""
-        ranks, page_size = self._geometry.ranks, self._geometry.page_size
-        room = [len(self._geometry.page_slots(active.target, rank)) for rank in range(ranks)]
-        holders = [HolderTable(active.target, owner, ranks) for owner in range(ranks)]
-        for request in self._scheduler.requests:
-            num_pages = -(-request.max_positions // page_size)
-            needs = (table.needs(0, num_pages) for table in holders)
-            if not any(all(num <= most for num, most in zip(own, room, strict=True)) for own in needs):
-                return (
-                    f"layout {active.target} has room for {room} pages on the ranks, and a live request may "
-                    f"grow to {num_pages} pages of {page_size} tokens"
-                )
-        return ""
-
-    def look_ahead(self, plan: StepPlan) -> None:
-        """While `plan` is in flight, and no other step: do what the next one needs of the switch under way."""
+        Returns:
+            what the ranks are to do behind that step.
+        """
         active = self._active
         if active is None:
-            return
+            return None
         if active.before is not None:
             self._describe(active)
-        elif active.ahead is not None and active.ordered is None and not active.commit_next:
-            active.ordered = self._order(active, active.ahead, plan)
+        elif active.ahead is not None and not active.commit_next:
+            return self._copy_ahead(active, active.ahead, plan)
+        elif not self._is_due(active):
+            self._begin_ahead(active)
+        return None
 
-    def _order(self, active: _Active, ahead: AheadCopies, plan: StepPlan) -> tuple[CopyAhead | None, bool]:
-        """What to copy next, once the step of `plan` is over, and whether the step after may commit."""
-        occupancy = self._occupancy(active.target)
-        moved = self._with_chains(active, occupancy, self._owners(active, occupancy))
+    def _begin_ahead(self, active: _Active) -> None:
+        """See whether the switch can be copied ahead now. Where it cannot, it is due at the next boundary."""
+        record = active.record
+        if reason := never_fits(self._scheduler, self._geometry, active.target):
+            self._end("refused", reason)
+            return
+        ahead = AheadCopies(record.id, active.target, self._geometry, self._scheduler.pool)
+
+        def plan(occupancy: Occupancy, owners: tuple[int, ...]) -> Planned:
+            check_room(occupancy, active.target, owners, self._geometry)
+            return ahead.plan_window(occupancy, owners, self._scheduler.epoch)
+
+        try:
+            planned = self._plan_by(active, plan)
+        except CapacityError as error:
+            self._wait(active, str(error))
+            return
+        record.reason = ahead.begin(planned)
+        if record.reason:
+            active.commit_next = True
+            return
+        record.method, record.status = "precopy", "copying"
+        self._scheduler.holds_admission = False
+        active.ahead = ahead
+
+    def _copy_ahead(self, active: _Active, ahead: AheadCopies, plan: StepPlan) -> CopyAhead | None:
+        """What to copy behind the step of `plan`. Where that is the last of it, the ranks are asked for their votes."""
+        moved, _ = self._moved(active)
         before = {query.request: query.start for query in plan.queries}
         positions = [before.get(request.id, request.num_computed) for request in self._scheduler.running]
         full = [num // self._geometry.page_size for num in positions]
         try:
-            return ahead.next(moved.occupancy, moved.owners, full, self._scheduler.epoch, self.step_bytes)
+            order, may_commit = ahead.next(moved.occupancy, moved.owners, full, self._scheduler.epoch, self.step_bytes)
         except CapacityError:
-            return None, True
-
-    def _copy_ahead(self, active: _Active, ahead: AheadCopies, run: Run) -> Run:
-        """Add to a step what is copied after it."""
-        order, done = active.ordered or self._order(active, ahead, run.plan)
-        active.ordered = None
-        active.commit_next = done or order is None
+            order, may_commit = None, False
         if order is None:
+            active.commit_next = True
             active.record.reason = "room to copy ahead ran out; the rest moves with the commit"
-            return run
+            return None
         active.record.background_steps += 1
-        return Run(run.plan, ahead=order)
+        if not may_commit:
+            return order
+        rest = self._go_over(active, ahead)
+        return order if rest is None else msgspec.structs.replace(order, rest=rest)
 
-    def _commit(self, active: _Active) -> Run | None:
-        """Plan the first step in the target state. None, with the switch ended, where it does not fit any more."""
-        record = active.record
-        if active.ahead is not None and active.ordered is not None and active.ordered[0] is not None:
-            active.ahead.take_back(active.ordered[0])  # all requests ended in the step that it was to follow
-        active.ordered = None
-        if reason := self._never_fits(active):  # a request that came since
+    def _go_over(self, active: _Active, ahead: AheadCopies) -> tuple[PreparedPages, ...] | None:
+        """Go over to the target state in the books, once the order on its way has been carried out.
+
+        Returns:
+            the pages of that state that the ranks do not know yet, or None where it takes a commit with a manifest.
+        """
+        if reason := never_fits(self._scheduler, self._geometry, active.target):  # a request that came since
             self._end("refused", reason)
             return None
         try:
-            planned, active.planned = active.planned or self._plan(active), None
+            planned = self._plan(active)
+            validate(planned.manifest, self._geometry, planned.prepared)
+        except (CapacityError, ValueError):
+            planned = None  # the commit says so
+        if planned is None or not ahead.is_settled(planned.manifest):
+            active.commit_next = True
+            return None
+        rest = last_pages(planned.manifest)
+        active.is_prepared, active.told, active.planned = True, ahead.digest_with(rest), planned
+        active.before = self._scheduler.rebase(*self._pages_after(active, planned))
+        active.record.status = "committing"
+        return rest
+
+    def _pages_after(self, active: _Active, planned: Planned) -> tuple[PrefixCache, dict[int, HeldPages]]:
+        return pages_after(self._scheduler, self._geometry, active.target, planned, active.chains)
+
+    def decide(self, votes: Sequence[Vote]) -> None:
+        """Take in what the ranks have voted: the next step commits, or the switch has failed."""
+        active = self._active
+        assert active is not None and active.before is not None and active.told is not None
+        for vote in sorted(votes, key=lambda vote: vote.rank):
+            error = vote.error
+            if not error and (vote.switch, vote.digest) != (active.record.id, active.told):
+                error = "was told of another target state than its peers"
+            if error:
+                self._scheduler.go_back(active.before)
+                active.before = None
+                self._end("failed", f"rank {vote.rank} {error}")
+                return
+
+    def _commit_prepared(self, active: _Active) -> Run:
+        """The first step in the target state. From here on the switch is committed, whatever becomes of the ranks."""
+        assert active.told is not None
+        commit, active.told = PreparedCommit(active.record.id, active.told), None
+        self.layout = active.target
+        return Run(self._scheduler.schedule() or self._scheduler.schedule_empty(), commit=commit)
+
+    def _commit(self, active: _Active) -> Run | None:
+        """Plan the first step in the target state, with a manifest. None, with the switch ended, where it does not fit
+        any more."""
+        record = active.record
+        if reason := never_fits(self._scheduler, self._geometry, active.target):  # a request that came since
+            self._end("refused", reason)
+            return None
+        try:
+            planned = self._plan(active)
             validate(planned.manifest, self._geometry, planned.prepared)
         except CapacityError as error:
             self._wait(active, str(error))
@@ -386,10 +392,12 @@ class Switcher:
         except ValueError as error:
             self._end("failed", str(error))
             return None
-        if shortage := self._staging_shortage(planned):
+        if shortage := staging_shortage(planned, self._geometry, self._staging_bytes):
             self._wait(active, shortage)
             return None
-        active.before = self._scheduler.rebase(*self._target_pages(active.target, planned, active.chains))
+        if active.ahead is None:
+            record.method = record.asked if record.asked in ("layerwise", "blocking") else "layerwise"
+        active.before = self._scheduler.rebase(*self._pages_after(active, planned))
         active.planned = planned
         self._scheduler.holds_admission = False
         record.status = "committing"
@@ -405,33 +413,6 @@ class Switcher:
         record.kv_bytes_planned, record.weight_bytes_planned = list(counts.kv_bytes), list(counts.weight_bytes)
         record.pages_kept, record.pages_fetched = list(counts.kept), list(counts.fetched)
         record.pages_moved, record.pages_dropped = list(counts.moved), list(counts.dropped)
-
-    def _target_pages(
-        self, target: Layout, planned: Planned, chains: Sequence[Chain]
-    ) -> tuple[PrefixCache, dict[int, HeldPages]]:
-        """The pages after a switch, with all of the cache that can be kept, and those of each running request."""
-        geometry, cache, manifest = self._geometry, self._scheduler.pool, planned.manifest
-        before = {request.id: request.held for request in self._scheduler.running if request.held is not None}
-        held = {
-            id: HeldPages(owner, geometry.ranks, planned.tables[id], before[id].ids)
-            for id, owner in zip(manifest.requests, manifest.owners, strict=True)
-            if id >= 0
-        }
-        along = [(chain, planned.tables[-1 - number]) for number, chain in enumerate(chains)]
-        usable = [page_flags(geometry, target, rank) for rank in range(geometry.ranks)]
-        for rank, flags in enumerate(usable):
-            for table in (*(pages.table.slots_cT for pages in held.values()), *(table for _, table in along)):
-                flags[table[table[:, rank] != NO_SLOT, rank]] = False
-        owners = [(before[id], pages.owner) for id, pages in held.items()]
-        survivors = cache.survivors(target, owners, usable, cache.arrived(target, along))
-        withheld = [slots.tolist() for slots in planned.withheld]
-        for page in survivors:
-            for rank, slot in enumerate(page.slots):
-                if slot != NO_SLOT:
-                    withheld[rank].append(slot)
-        pool = PrefixCache.of_geometry(geometry, target, held.values(), withheld)
-        pool.inherit(cache, [(before[id], pages) for id, pages in held.items()], survivors)
-        return pool, held
 
     def settle(self, outcome: SwitchOutcome) -> bool:
         """Take in the outcome of the step in flight. Returns whether the step has run; if not, it is retracted here."""
@@ -449,10 +430,10 @@ class Switcher:
             self._end("failed", reason)
             return False
         self._scheduler.pool.free(active.planned.withheld)
-        ahead_kv = ahead.kv_bytes if ahead is not None else [0] * self._geometry.ranks
-        ahead_weights = ahead.weight_bytes if ahead is not None else [0] * self._geometry.ranks
-        record.kv_bytes_received = [a + b for a, b in zip(ahead_kv, outcome.kv_bytes, strict=True)]
-        record.weight_bytes_received = [a + b for a, b in zip(ahead_weights, outcome.weight_bytes, strict=True)]
+        none = [0] * self._geometry.ranks
+        kv, weights = (none, none) if ahead is None else (ahead.kv_bytes, ahead.weight_bytes)
+        record.kv_bytes_received = [a + b for a, b in zip(kv, outcome.kv_bytes or none, strict=True)]
+        record.weight_bytes_received = [a + b for a, b in zip(weights, outcome.weight_bytes or none, strict=True)]
         record.added_ms = outcome.exposed_s * 1e3
         self.layout = active.target
         active.ahead = None  # what it claimed belongs to the pool that has been replaced
@@ -460,13 +441,24 @@ class Switcher:
         return True
 
     def lose(self, reason: str) -> None:
-        """The ranks have died, whose memory is lost: the switch under way has failed, and `layout` is as before it."""
+        """The ranks have died, whose memory is lost: the switch under way has failed, and `layout` is as before it.
+
+        Only where a prepared switch was sent is it committed, and the ranks begin anew in its target.
+        """
         active = self._active
         if active is None:
             return
-        if active.before is not None:
-            self._scheduler.retract(active.before)
-            active.before = None
+        before, active.before = active.before, None
+        if active.is_prepared and active.told is None:
+            assert active.planned is not None
+            self._scheduler.pool.free(active.planned.withheld)
+            active.ahead = None
+            self._end("committed", reason)
+            return
+        if before is not None and active.is_prepared:
+            self._scheduler.go_back(before)
+        elif before is not None:
+            self._scheduler.retract(before)
         self._end("failed", reason)
 
     def _recompute(self, active: _Active) -> None:

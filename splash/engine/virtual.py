@@ -14,7 +14,8 @@ from splash.scheduler.cost_model import CostModel
 from splash.scheduler.load import StepLoad
 from splash.scheduler.stages import MICRO
 from splash.switch.manifest import RankCopies, rank_copies
-from splash.switch.orders import CopyAhead, SwitchOrder, SwitchOutcome
+from splash.switch.orders import CopyAhead, SwitchOrder, SwitchOutcome, Vote
+from splash.switch.prepared import chain
 
 TOKEN, END_TOKEN = 0, 1  # what is generated, and what ends an output
 
@@ -37,8 +38,8 @@ class SimulatedExecutor:
     """Carries out steps in the time that a cost model predicts. Every token is `TOKEN`, and the last one `END_TOKEN`.
 
     - A step takes `CostModel.step` of its queries in its layout.
-    - A step that copies ahead takes `trickle_slowdown` times as long, or as long as its copies take at the share
-      `trickle` of the rates of one-sided reads, if that is longer.
+    - A step beside which copies are made ahead of a switch takes `trickle_slowdown` times as long, or as long as those
+      take at the share `trickle` of the rates of one-sided reads, if that is longer.
     - A step that commits a switch takes longer by what is exposed of the bytes that its manifest moves, by the formulas
       of `splash.scheduler.switch_cost`.
 
@@ -68,6 +69,8 @@ class SimulatedExecutor:
         self._total_tokens = total_tokens
         self._submitted = submitted
         self._in_flight: tuple[float, Result] | None = None
+        self._copying: CopyAhead | None = None  # behind the step in flight
+        self._told = 0, 0  # a switch, and the digest of what was told of it
         self.copy_bytes = 0
 
     def submit(self, run: Run) -> None:
@@ -78,8 +81,12 @@ class SimulatedExecutor:
         load = StepLoad.of_plan(plan, self._model.ranks)
         seconds = self.seconds(layout, load)
         outcome = None
-        if run.ahead is not None and run.ahead.copies_anything:
-            seconds = max(seconds * costs.trickle_slowdown, self._trickle_seconds(run.ahead))
+        if self._copying is not None and self._copying.copies_anything:
+            seconds = max(seconds * costs.trickle_slowdown, self._trickle_seconds(self._copying))
+        self._copying = None
+        if run.commit is not None:
+            outcome = SwitchOutcome(exposed_s=costs.switch_us * MICRO)
+            seconds += outcome.exposed_s
         elif run.switch is not None:
             waits_for_all = costs.launch_us > 0 and self._model.runs_as_graph(load)
             outcome = self._switch(run.switch, seconds, run.switch.layerwise and not waits_for_all)
@@ -99,6 +106,16 @@ class SimulatedExecutor:
         costs, seconds = self._model.stages.costs, self._model.step(layout, load).seconds
         self.copy_bytes = int(seconds * costs.trickle * costs.page_pull_gb_s * 1e9)
         return seconds
+
+    def copy_ahead(self, order: CopyAhead) -> None:
+        """See `Executor`."""
+        told = self._told[1] if self._told[0] == order.switch else 0
+        self._told = order.switch, chain(chain(told, order.prepared), order.rest or ())
+        self._copying = order
+
+    def votes(self) -> list[Vote]:
+        """See `Executor`."""
+        return [Vote(rank, *self._told) for rank in range(self._geometry.ranks)]
 
     def collect(self) -> Result:
         """See `Executor`."""

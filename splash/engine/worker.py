@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from splash.core.errors import SplashError, WorkerError
 from splash.engine.messages import Channel, Failure, Launch, Ready, Result, Run, ToRank
+from splash.switch.orders import CopyAhead
 
 if TYPE_CHECKING:
     from splash.engine.progress import ProgressBoard
@@ -117,18 +118,18 @@ def _obey(channel: Channel, runner: ModelRunner, board: ProgressBoard, rank: int
             answer()
             continue
         message = channel.receive()
+        if isinstance(message, CopyAhead):
+            vote = runner.copy_ahead(message)
+            if vote is not None:
+                channel.send(vote)
+            continue
         assert isinstance(message, Run)
         board.receive(rank)
-        runner.settle_copies(message.ahead)
-        step = runner.launch(message.plan, message.switch)
+        step = runner.launch(message.plan, message.switch, message.commit, message.copying)
         if rank == 0:
             launched.append(step)
         else:
             board.finish(rank)
-        if message.ahead is not None:
-            while launched:
-                answer()
-            runner.copy_ahead(message.ahead)
 
 
 def _comes_before(channel: Channel, step: Launched) -> bool:

@@ -167,7 +167,7 @@ class Scheduler:
 
     def schedule_empty(self) -> StepPlan:
         """Plan a step without rows, for what it carries beside them."""
-        assert not self._in_flight, "a step is in flight"
+        assert not self._in_flight or [step.is_foreseen for step in self._in_flight] == [True], "a step is in flight"
         return self._plan([], [], [])
 
     def _plan(self, rows: list[list[Query]], filling: list[Filling], new: list[NewRequest]) -> StepPlan:
@@ -216,7 +216,8 @@ class Scheduler:
         if not step.is_foreseen:
             self.foresee()
         self._in_flight.popleft()
-        self._pool_before = None
+        if output.epoch == self.epoch:
+            self._pool_before = None
         self._ending = []
         progress: list[Progress] = []
         retired: list[Request] = []
@@ -265,14 +266,15 @@ class Scheduler:
     def rebase(self, pool: PrefixCache, held: Mapping[int, HeldPages]) -> Rebase:
         """Go on in another layout, or with other owners, from the next step on.
 
+        Steps in flight may be those of a switch that was prepared: they end in the state before.
+
         Args:
             pool: the pages of the target state.
             held: the pages of every running request there, as many as it has now.
 
         Returns:
-            what `retract` needs to go back, should the next step fail.
+            what `retract` needs to go back, should the next step fail, or `go_back` before there is one.
         """
-        assert not self._in_flight, "a step is in flight"
         before = Rebase(self.pool, tuple((request, request.held, request.num_computed) for request in self._running))
         self._pool_before = self.pool
         self.pool = pool
@@ -282,6 +284,19 @@ class Scheduler:
             request.held = held[request.id]
         self._count_by_owner()
         return before
+
+    def go_back(self, before: Rebase) -> None:
+        """Undo `rebase`, of which no step has been planned yet."""
+        self.pool, self._pool_before = before.pool, None
+        self.epoch -= 1
+        still_running = set(self._running)
+        for request, held, _ in before.requests:
+            assert held is not None
+            if request in still_running:
+                request.held = held
+            else:
+                self.pool.release(held)
+        self._count_by_owner()
 
     def retract(self, before: Rebase) -> None:
         """Undo `rebase` and the step planned since, which no rank has run.

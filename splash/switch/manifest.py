@@ -402,10 +402,7 @@ def plan_switch(
             occupancy.prepared[rank] if occupancy.prepared else np.zeros((2, geometry.num_slots), dtype=bool)
         )
         wanted = np.ascontiguousarray(new.page_holders[:, rank])
-        num_wanted, room = np.count_nonzero(wanted) + np.count_nonzero(will_lie), np.count_nonzero(usable)
-        if num_wanted > room:
-            text = f"layout {target} has room for {room} pages on rank {rank}, and the live requests need {num_wanted}"
-            raise CapacityError(text)
+        check_fits(target, rank, int(np.count_nonzero(wanted) + np.count_nonzero(will_lie)), int(np.count_nonzero(usable)))
         before, after = before_pT[:, rank].astype(np.int64), np.full(len(page_ids), NO_SLOT, dtype=np.int64)
         source = np.full(len(page_ids), ranks, dtype=np.int16)
         source[rows] = pages.fetch_source[:, rank]
@@ -447,6 +444,13 @@ def plan_switch(
     tables = {id: after_cT[end - n : end] for id, n, end in zip(occupancy.requests, lengths, ends, strict=True)}
     withheld = [kept_back[: len(kept_back) * abandonable] for kept_back in withheld]
     return Planned(manifest, page_ids[rows], tables, tuple(withheld), occupancy.prepared)
+
+
+def check_fits(target: Layout, rank: int, num_wanted: int, room: int) -> None:
+    """Raise `CapacityError` where a rank has room for fewer pages than are wanted there."""
+    if num_wanted > room:
+        text = f"layout {target} has room for {room} pages on rank {rank}, and the live requests need {num_wanted}"
+        raise CapacityError(text)
 
 
 def _slots_of_pages(tables_cT: Slots, page_c: npt.NDArray[np.int64], num_pages: int) -> Slots:

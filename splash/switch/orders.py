@@ -39,20 +39,23 @@ class PreparedPages(msgspec.Struct, frozen=True, array_like=True):
     target: bytes
 
 
-class CopyAhead(msgspec.Struct, frozen=True, array_like=True):
-    """What to do after the step that this comes with, for a switch that will commit later.
+class CopyAhead(msgspec.Struct, frozen=True, tag=True):
+    """What to do behind the step that was sent before this, for a switch that will commit later.
 
     Attributes:
         switch: number of that switch.
         pages: by rank, int32 [n, 5] as bytes: peer, source slot, target slot, first position, position after the last.
         weights: by rank, (head group, peer, layer) to fetch.
         prepared: pages that need nothing more once these copies are made.
+        rest: all pages of the running requests that were not prepared. With them the target state is whole, and every
+            rank gives its `Vote` on it: the next step may commit. None where the switch goes on copying.
     """
 
     switch: int
     pages: tuple[bytes, ...]
     weights: tuple[tuple[tuple[int, int, int], ...], ...]
     prepared: tuple[PreparedPages, ...] = ()
+    rest: tuple[PreparedPages, ...] | None = None
 
     @property
     def copies_anything(self) -> bool:
@@ -74,8 +77,27 @@ class CopyAhead(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
+class Vote(msgspec.Struct, frozen=True, tag=True):
+    """A rank's word on a `CopyAhead` with which the target state is whole: whether the switch may commit without it.
+
+    `digest` is that of all that the rank was told. `error` says why it cannot go along, and is empty where it can.
+    """
+
+    rank: int
+    switch: int
+    digest: int
+    error: str = ""
+
+
+class PreparedCommit(msgspec.Struct, frozen=True, array_like=True):
+    """Run the step that this comes with in the target state of a switch that every rank has voted for."""
+
+    switch: int
+    digest: int
+
+
 class SwitchOutcome(msgspec.Struct, frozen=True, array_like=True):
-    """What came of a `SwitchOrder`. Bytes are those that each rank received in the commit, over all layers.
+    """What came of a commit. Bytes are those that each rank received in it, over all layers; left out where none did.
 
     `error` is empty when the switch is committed. `recoverable` False means that the cache is lost. `exposed_s` is the
     longest time that a rank's step waited for the switch.

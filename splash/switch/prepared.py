@@ -26,8 +26,18 @@ def chain(digest: int, prepared: Sequence[PreparedPages]) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
+def last_pages(manifest: Manifest) -> tuple[PreparedPages, ...]:
+    """The pages of a manifest as ranks are told them: with those prepared before, all pages of every request."""
+    source, start = manifest.source_tables(), 0
+    first_of, pages = dict(zip(manifest.requests, manifest.first, strict=True)), []
+    for request, target in manifest.target_tables().items():
+        before, start = source[start : start + len(target)], start + len(target)
+        pages.append(PreparedPages(request, first_of[request], before.tobytes(), target.tobytes()))
+    return tuple(pages)
+
+
 class Preparation:
-    """The tables of one switch, as far as they were told.
+    """The tables of one switch, as far as they were told. Once they are whole, a commit only takes them.
 
     Args:
         switch: its number.
@@ -44,6 +54,7 @@ class Preparation:
         self._ranks = ranks
         self._tables: dict[int, PageTable] = {}
         self._wrong: set[int] = set()
+        self._target: dict[int, PageTable] = {}
 
     def add(self, prepared: Sequence[PreparedPages], own: PageTables) -> None:
         """Take in more pages.
@@ -58,11 +69,23 @@ class Preparation:
             )
             if told.first == 0:
                 self._wrong.discard(told.request)
-            if not np.array_equal(own.slots(told.request)[told.first : told.first + len(source)], source):
-                self._wrong.add(told.request)
             table = self._tables.setdefault(told.request, PageTable(self._ranks))
+            is_known = np.array_equal(own.slots(told.request)[told.first : told.first + len(source)], source)
+            if not is_known or len(table) < told.first:
+                self._wrong.add(told.request)
             table.truncate(told.first)
             table.extend(target)
+
+    def complete(self, rest: Sequence[PreparedPages], own: PageTables) -> str:
+        """Take in the last pages of every request. Returns why this rank cannot commit to them, or an empty string."""
+        self.add(rest, own)
+        self._target = {told.request: self._tables[told.request] for told in rest}
+        return "has other page tables than the switch starts from" if self._wrong & self._target.keys() else ""
+
+    def target(self, digest: int) -> dict[int, PageTable]:
+        """The tables of the target state that the ranks have voted for. Only once: they are these."""
+        assert digest == self.digest, "a commit of something else than was voted for"
+        return self._target
 
     def matches(self, manifest: Manifest) -> bool:
         """Whether what a manifest takes for prepared is what was told, of tables that are this rank's."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from splash.core.memory import ArenaGeometry
 from splash.core.pages import PageTable
 from splash.core.request import SamplingParams
 from splash.core.step import StepOutput, StepPlan
-from splash.engine import switching
+from splash.engine import runner, switching
 from splash.engine.runner import ModelRunner
 from splash.engine.switching import Switcher
 from splash.layouts.tables import PageTables
@@ -29,7 +30,7 @@ from splash.scheduler.request import Progress
 from splash.scheduler.scheduler import Scheduler
 from splash.switch import transfer
 from splash.switch.manifest import rank_copies
-from splash.switch.orders import SwitchRecord
+from splash.switch.orders import CopyAhead, SwitchRecord, Vote
 from splash.switch.transfer import LayerCopies
 
 MIB = 1 << 20
@@ -135,6 +136,7 @@ class Replica:
         self.staged = 0  # pages, and head groups, that commits staged
         self.lossy = 0  # commits that could not be abandoned
         self._answer: tuple[StepOutput | None, Any] | None = None
+        self._votes: list[Vote] = []
 
     def add(self, id: int, job: Job) -> None:
         params = SamplingParams(max_tokens=job.count, temperature=0.0, ignore_eos=True)
@@ -168,6 +170,8 @@ class Replica:
             if ran:
                 assert output is not None
                 self._take(self.scheduler.apply(output))
+        if self.switcher.awaits_votes:
+            self.switcher.decide(self._votes)
         run = self._planned()
         if run is None:
             return
@@ -183,8 +187,7 @@ class Replica:
         if order is not None and self._hits("memory"):
             transfer.LayerCopies = _no_memory
         self.copies.broken_layer = self.fault.layer if self.fault and self._hits("read") else None
-        self.runner.settle_copies(run.ahead)
-        output, outcome = self.runner.run(run.plan, order)
+        output, outcome = self.runner.run(run.plan, order, run.commit, run.copying)
         if order is not None and self._hits("memory"):
             transfer.LayerCopies = LayerCopies
         if order is not None and self._hits("table"):
@@ -192,22 +195,57 @@ class Replica:
         if outcome is None or not outcome.error:
             output = self._agree(run.plan, output)
         self._answer = output, outcome
-        self.switcher.look_ahead(run.plan)
-        if run.ahead is not None:
-            self.runner.copy_ahead(run.ahead)
+        ahead = self._looked_ahead(run.plan)
+        if ahead is not None:
+            self._copy_ahead(ahead)
         self.copies.broken_layer = None
         self.steps += 1
 
+    def _copy_ahead(self, order: CopyAhead) -> None:
+        """Have the runner copy ahead, and let all ranks know its vote."""
+        if order.rest is not None and self._hits("manifest"):
+            order = msgspec.structs.replace(order, rest=order.rest[1:])
+        if order.rest is not None and self._hits("table"):
+            self._break_tables()
+        if self._hits("memory"):
+            runner.LayerCopies = _no_memory
+        vote = self.runner.copy_ahead(order)
+        runner.LayerCopies = LayerCopies
+        if order.rest is not None and self._hits("table"):
+            self.runner._tables = self._tables_before
+        if vote is not None:
+            known = self.rank.exchange([vote.digest, bool(vote.error)], settled=False)
+            own = {self.rank.rank: vote.error}
+            self._votes = [
+                Vote(rank, vote.switch, digest, own.get(rank, "says no") if failed else "")
+                for rank, (digest, failed) in enumerate(known)
+            ]
+
     def _planned(self) -> Any:
+        active = self.switcher._active
+        commits = active is not None and active.commit_next
+        with self._planning_fails(commits):
+            run = self.switcher.next_run()
+        if commits and self.fault is not None and self.fault.kind == "capacity":
+            self.fault = None
+        return run
+
+    def _looked_ahead(self, plan: StepPlan) -> CopyAhead | None:
+        active = self.switcher._active
+        with self._planning_fails(active is not None and active.ahead is not None):
+            return self.switcher.look_ahead(plan)
+
+    @contextmanager
+    def _planning_fails(self, commits: bool) -> Iterator[None]:
+        """Have what is planned here for a commit be invalid, or lack room, where that is the fault."""
         kind = self.fault.kind if self.fault else ""
         validate, plan = switching.validate, self.switcher._plan
         if kind == "validate":
             switching.validate = _invalid
-        if kind == "capacity" and self.switcher._active is not None and self.switcher._active.commit_next:
+        if kind == "capacity" and commits:
             self.switcher._plan = _no_room
-            self.fault = None
         try:
-            return self.switcher.next_run()
+            yield
         finally:
             switching.validate, self.switcher._plan = validate, plan
 

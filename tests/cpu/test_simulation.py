@@ -18,6 +18,7 @@ from splash.engine.outputs import GenerationRequest
 from splash.engine.simulated import Simulation, SimulationConfig
 from splash.llm import LLM
 from splash.settings import build, compose
+from splash.switch.orders import CopyAhead
 from splash.workload import Requests, load
 
 PAGE_SIZE, MAX_SEQS, MAX_ROWS = 16, 24, 96
@@ -30,14 +31,19 @@ class Recording:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self.runs: list[Run] = []
+        self.runs: list[Run | CopyAhead] = []
         self.collect, self.check, self.close = executor.collect, executor.check, executor.close
+        self.votes = executor.votes
 
     collect: Callable[[], Result]
 
     def submit(self, run: Run) -> None:
         self.runs.append(run)
         self._executor.submit(run)
+
+    def copy_ahead(self, order: CopyAhead) -> None:
+        self.runs.append(order)
+        self._executor.copy_ahead(order)
 
 
 def workload() -> Requests:
@@ -53,16 +59,18 @@ def maybe_switch(loop: Loop, switches: dict[int, tuple[str, str]], step: int) ->
         loop.switcher.request(parse_layout(target), method, False, lambda record: None)
 
 
-def without_tokens(run: Run) -> Any:
-    """A run as plain values, with the number of tokens in the place of those that were generated."""
+def without_tokens(run: Run | CopyAhead) -> Any:
+    """A run as plain values, with the number of tokens in the place of those that were generated; an order as it is."""
+    if isinstance(run, CopyAhead):
+        return msgspec.to_builtins(run)
     plan = run.plan
     queries = [(q.request, q.start, len(q.tokens), q.owner, q.sample, q.new_pages) for q in plan.queries]
     new = [item.id for item in plan.new]
     head = (plan.step, plan.epoch, plan.layout, queries, new, plan.released, plan.finished)
-    return head, msgspec.to_builtins((run.switch, run.ahead))
+    return head, msgspec.to_builtins((run.switch, run.commit, run.copying))
 
 
-def engine_runs(llm: LLM, requests: Requests, switches: dict[int, tuple[str, str]]) -> list[Run]:
+def engine_runs(llm: LLM, requests: Requests, switches: dict[int, tuple[str, str]]) -> list[Run | CopyAhead]:
     engine = llm.engine
     engine.loop.executor = recording = Recording(engine.loop.executor)
     for index in range(len(requests)):
