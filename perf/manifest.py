@@ -25,7 +25,8 @@ from splash.core.ownership import State
 from splash.core.pages import HeldPages, PagePool
 from splash.core.spec import ModelSpec, RopeSpec, kv_format
 from splash.switch.checks import validate
-from splash.switch.manifest import Occupancy, count, plan_switch, rank_copies
+from splash.switch.counts import count
+from splash.switch.manifest import Occupancy, plan_switch, rank_copies
 
 AIM_MS = 50.0
 DIFF_AIM_MS = 20.0

@@ -37,7 +37,8 @@ from splash.model.choice import ModelChoice
 from splash.platform import registry
 from splash.platform.base import Rank
 from splash.settings import build, compose
-from splash.switch.manifest import Occupancy, count, plan_switch, rank_copies
+from splash.switch.counts import count
+from splash.switch.manifest import Occupancy, plan_switch, rank_copies
 from splash.switch.transfer import LayerCopies
 
 REPEATS = 7

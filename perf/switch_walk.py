@@ -15,6 +15,7 @@ from typing import Any
 from perf.common import busy_cores
 from perf.filled import fill_ranks, take_for_computed
 from splash.core.request import SamplingParams
+from splash.engine.collector import keep_from_collector
 from splash.engine.config import EngineConfig
 from splash.engine.engine import Engine
 from splash.engine.loop import Executor
@@ -140,6 +141,7 @@ class Walk:
             fill_ranks()
         options |= dict(args.option)
         self.engine = Engine(EngineConfig(**options), lambda line: print(line, file=sys.stderr))
+        keep_from_collector()  # as servers do
         if args.filled:
             take_for_computed(self.engine.scheduler, prompt_len)
         self._clock = self.engine.loop.executor = TimedExecutor(self.engine.loop.executor)
@@ -230,8 +232,10 @@ class Walk:
 
     def prefill(self, target: str, way: str) -> Sample:
         """Switch with a step that computes a whole prompt beside the decodes, then compute that prompt again."""
+        switcher, record = self.engine.switcher, self.engine.switch(target, way)
+        while switcher.active is not None and not switcher.commits_next:
+            self._step()
         id = self._add(self._chunk, ONE_TOKEN)
-        record = self.engine.switch(target, way)
         commit = self._commit(record)
         first = len(self._clock.steps)
         outputs = [self._tokens[id], *(self._compute_chunk() for _ in range(MATCHED_CHUNKS))]

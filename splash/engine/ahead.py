@@ -23,17 +23,9 @@ from splash.core.memory import ArenaGeometry
 from splash.core.ownership import page_holders
 from splash.core.pages import PagePool, PageTable
 from splash.core.step import NO_SLOT
-from splash.switch.manifest import (
-    Manifest,
-    Occupancy,
-    Planned,
-    SwitchCounts,
-    count,
-    plan_switch,
-    rank_copies,
-    settle,
-    slots_under,
-)
+from splash.engine.windows import cut_out
+from splash.switch.counts import SwitchCounts, count
+from splash.switch.manifest import Manifest, Occupancy, Planned, plan_switch, rank_copies, settle, slots_under
 from splash.switch.orders import CopyAhead, PreparedPages
 from splash.switch.placement import Flags, Slots, page_numbers
 from splash.switch.prepared import chain
@@ -75,21 +67,24 @@ class AheadCopies:
         target: the layout to switch to.
         geometry: of the arenas.
         pool: the pages that serve meanwhile.
+        layers: how many of the first layers are copied ahead; the others are streamed in the step that commits.
 
     Attributes:
-        kv_bytes, weight_bytes: received by each rank so far, over all layers.
+        kv_bytes, weight_bytes: received by each rank of what was begun, over all layers, those streamed included.
     """
 
-    def __init__(self, switch: int, target: Layout, geometry: ArenaGeometry, pool: PagePool) -> None:
+    def __init__(self, switch: int, target: Layout, geometry: ArenaGeometry, pool: PagePool, layers: int) -> None:
         self._switch = switch
         self._target = target
         self._geometry = geometry
         self._pool = pool
+        self._layers = layers
         # By page, as the occupancy numbers them, and rank: what is copied there is right whoever claims the page.
         self._slots: dict[int, tuple[int, ...]] = {}  # slot claimed on each rank, NO_SLOT where none is
         self._covered: dict[int, tuple[int, ...]] = {}  # positions copied to it
         self._weights: list[tuple[int, int, int, int]] | None = None  # (rank, head group, peer, layer) still to copy
         self._under: list[list[int]] = [[] for _ in range(geometry.ranks)]  # slots claimed under weights, by rank
+        self._groups: tuple[tuple[tuple[int, int], ...], ...] = ()  # of weights to fetch, by rank, with their peers
         self._moves_pages = True
         self._caught_up = False  # whether the step before copied all that was left
         self._prepared: dict[int, _Prepared] = {}  # by request
@@ -194,50 +189,10 @@ class AheadCopies:
     def _cut_out(
         self, occupancy: Occupancy, owners: Sequence[int], window: int | None
     ) -> tuple[Occupancy, tuple[int, ...]]:
-        assert occupancy.pages is not None
-        size, ranks = self._geometry.page_size, self._geometry.ranks
-        left = self._shares(occupancy, window)
-        chosen, tables, pages, first, written = [], [], [], [], []
-        for index, (request, table) in enumerate(zip(occupancy.requests, occupancy.tables, strict=True)):
-            begin = len(self._prepared[request].target) if request in self._prepared else 0
-            end, positions = len(table), occupancy.written[index]
-            if left is not None and not self._is_whole(request):
-                owner = occupancy.owners[index]
-                end = min(-(-positions // size), begin + left[owner])
-                positions = min(positions, end * size)
-                left[owner] -= end - begin
-                if end == begin:
-                    continue
-            chosen.append(index)
-            tables.append(PageTable(ranks, table.slots_cT[begin:end]))
-            pages.append(occupancy.pages[index][begin:end])
-            first.append(begin)
-            written.append(positions)
-        rest = replace(
-            occupancy,
-            requests=tuple(occupancy.requests[index] for index in chosen),
-            owners=tuple(occupancy.owners[index] for index in chosen),
-            written=tuple(written),
-            tables=tuple(tables),
-            pages=tuple(pages),
-            first=tuple(first),
-        )
+        begins = [len(self._prepared[id].target) if id in self._prepared else 0 for id in occupancy.requests]
+        whole = [self._is_whole(request) for request in occupancy.requests]
+        rest, chosen = cut_out(occupancy, begins, whole, self._geometry.page_size, self._geometry.ranks, window)
         return rest, tuple(owners[index] for index in chosen)
-
-    def _shares(self, occupancy: Occupancy, window: int | None) -> list[int] | None:
-        """By owner, how many pages of a window are of its requests: as many of each, so that no rank only sends."""
-        if window is None:
-            return None
-        size, left = self._geometry.page_size, [0] * self._geometry.ranks
-        for request, owner, written in zip(occupancy.requests, occupancy.owners, occupancy.written, strict=True):
-            if not self._is_whole(request):
-                begin = len(self._prepared[request].target) if request in self._prepared else 0
-                left[owner] += -(-written // size) - begin
-        shares, owners = [0] * len(left), [owner for owner, num in enumerate(left) if num]
-        for turn, owner in enumerate(sorted(owners, key=left.__getitem__)):
-            shares[owner] = min(left[owner], window // (len(owners) - turn))
-            window -= shares[owner]
-        return shares
 
     def _shared(self, rest: Occupancy) -> dict[int, npt.NDArray[np.intp]]:
         """By request, which of its prepared pages are in the rest as well, for another request."""
@@ -330,11 +285,19 @@ class AheadCopies:
             self._under = [[] for _ in self._under]
             return "pages are reserved where weights have to come"
         self._pool.claim(self._under)
-        layers = range(self._geometry.spec.num_layers)
+        self._groups = tuple(wanted)
         self._weights = [
-            (rank, group, peer, layer) for layer in layers for rank, own in enumerate(wanted) for group, peer in own
+            (rank, group, peer, layer)
+            for layer in range(self._layers)
+            for rank, own in enumerate(wanted)
+            for group, peer in own
         ]
         return ""
+
+    @property
+    def streamed(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """By rank, (head group, peer) to fetch in the layers that are not copied ahead."""
+        return self._groups if self._layers < self._geometry.spec.num_layers else ()
 
     def next(
         self, occupancy: Occupancy, owners: Sequence[int], full: Sequence[int], epoch: int, step_bytes: int
@@ -359,7 +322,7 @@ class AheadCopies:
         self._given_up.append([])
         if len(self._given_up) > KEPT_BACK:
             self._pool.free(_by_rank(self._given_up.popleft(), ranks))
-        layer_token = self._geometry.kv.token_bytes * self._geometry.spec.num_layers
+        layer_token = self._geometry.kv.token_bytes * self._layers
         window = MANY_PAGES
         if self._moves_pages:  # then so many fill a step on every rank
             window = min(max(FEW_PAGES, 2 * ranks * step_bytes // (layer_token * size)), MANY_PAGES)
@@ -402,7 +365,8 @@ class AheadCopies:
             ends = (settled[rows, rank], filled[rows])
             table = np.stack((peer, before[rows, peer], after[rows, rank], *ends), axis=1)
             by_rank.append(table.astype(np.int32).tobytes())
-            self.kv_bytes[rank] += int(size_pT[rows[~is_local], rank].sum())
+            positions = int(size_pT[rows[~is_local], rank].sum()) // layer_token
+            self.kv_bytes[rank] += positions * self._geometry.kv.token_bytes * self._geometry.spec.num_layers
         self._pool.claim([after[todo[:, rank] & unclaimed[:, rank], rank].tolist() for rank in range(ranks)])
         settled = np.where(todo, filled[:, None], settled)
         rows = np.flatnonzero(todo.any(axis=1))
@@ -422,7 +386,7 @@ class AheadCopies:
         is_small = min(budget) >= step_bytes * (1 - LAST_SHARE)
         may_commit = done and (is_small or self._caught_up)
         self._caught_up = done
-        return CopyAhead(self._switch, tuple(by_rank), weights, prepared), may_commit
+        return CopyAhead(self._switch, self._layers, tuple(by_rank), weights, prepared), may_commit
 
     def _prepare(
         self, running: Mapping[int, _Running], planned: Planned, is_there_p: Flags
@@ -458,13 +422,14 @@ class AheadCopies:
     def _next_weights(self, budget: list[int]) -> tuple[tuple[tuple[tuple[int, int, int], ...], ...], bool]:
         assert self._weights is not None, "begin() first"
         group_bytes = self._geometry.attention_bytes // self._geometry.ranks
+        num_streamed = self._geometry.spec.num_layers - self._layers
         chosen: list[list[tuple[int, int, int]]] = [[] for _ in budget]
         left = []
         for rank, group, peer, layer in self._weights:
             if budget[rank] > 0:
                 budget[rank] -= group_bytes
                 chosen[rank].append((group, peer, layer))
-                self.weight_bytes[rank] += group_bytes
+                self.weight_bytes[rank] += group_bytes * (1 if layer else 1 + num_streamed)
             else:
                 left.append((rank, group, peer, layer))
         self._weights = left

@@ -182,6 +182,7 @@ class Engine:
             policy,
             restarts=Restarts(config.max_restarts, config.restart_window_s, progress),
             async_scheduling=is_async,
+            streams=self._platform.is_queued,
         )
         self.scheduler, self.switcher = self.loop.scheduler, self.loop.switcher
         self._geometry = geometry

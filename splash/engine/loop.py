@@ -63,8 +63,8 @@ class Loop:
     """Serves numbered requests. Not thread-safe: one thread calls everything.
 
     Between calls at most one step is in flight. With `async_scheduling` the next one is planned and sent before `step`
-    waits for it, so that ranks go from step to step without waiting for the host. Where a switch is about to commit with
-    a manifest, or a request with a grammar runs, each step is over before the next is planned.
+    waits for it, so that ranks go from step to step without waiting for the host. Where a switch is about to commit
+    with a manifest, or a request with a grammar runs, each step is over before the next is planned.
 
     When a rank dies, fails or hangs, all are started anew in the layout that served last, and every live request is
     computed again from its tokens: nobody sees more of it than a pause. A switch under way has failed then.
@@ -79,6 +79,7 @@ class Loop:
         clock: the time in seconds, from any origin.
         restarts: how often ranks that died are started anew; None never does.
         async_scheduling: plan and send each step while the one before it runs.
+        streams: see `Switcher`.
 
     Attributes:
         restarts: counts the restarts.
@@ -101,10 +102,11 @@ class Loop:
         clock: Callable[[], float] = time.monotonic,
         restarts: Restarts | None = None,
         async_scheduling: bool = False,
+        streams: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
-        self.switcher = Switcher(scheduler, geometry, staging_bytes, step_bytes, clock)
+        self.switcher = Switcher(scheduler, geometry, staging_bytes, step_bytes, clock, streams)
         self.steering = Steering(policy or StaticPolicy(), scheduler, self.switcher, clock)
         self.restarts = restarts or Restarts(most=0, window_s=1.0)
         self.num_steps = 0

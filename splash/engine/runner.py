@@ -34,7 +34,7 @@ from splash.platform.base import Completion, Rank
 from splash.platform.host_copies import upload
 from splash.switch.orders import CopyAhead, PreparedCommit, SwitchOrder, SwitchOutcome, Vote
 from splash.switch.prepared import Preparation
-from splash.switch.transfer import Handoff, LayerCopies, copy_head_group
+from splash.switch.transfer import Handoff, LayerCopies, Stream, copy_head_group
 
 if TYPE_CHECKING:
     from splash.engine.tokenizer import Tokenizer
@@ -152,6 +152,7 @@ class ModelRunner:
         self._failed_ahead: int | None = None  # the last switch that this rank failed to copy ahead of
         self._why_failed = ""
         self._coming = Preparation(0, group.size)  # the tables of a switch to come
+        self._stream: Stream | None = None  # the layers that it leaves to the step that commits
         self._copying: deque[tuple[int, Completion]] = deque()  # with the switch they are made ahead of, the last ones
         self._tables = PageTables(group.size)
         self._last = LastTokens(group)
@@ -172,7 +173,7 @@ class ModelRunner:
         self._tables.release(plan.released)
         return self._forward(plan, self._tables, None)
 
-    def _forward(self, plan: StepPlan, tables: PageTables, handoff: Handoff | None) -> torch.Tensor | None:
+    def _forward(self, plan: StepPlan, tables: PageTables, handoff: Handoff | Stream | None) -> torch.Tensor | None:
         """Run `plan`, once the state that a switch brings is there, or behind it layer by layer.
 
         A recorded step is so much quicker than the same step by layers that it is worth waiting for all of them.
@@ -249,11 +250,20 @@ class ModelRunner:
             except SwitchError as error:
                 return Launched(plan, SwitchOutcome(str(error), error.rank, error.recoverable))
         else:
+            stream = None
             if commit is not None:
                 self._tables = PageTables(self._group.size, self._coming.target(commit.digest))
                 self._coming = Preparation(0, self._group.size)
+                stream, self._stream = self._stream, None
+                if stream is not None:
+                    stream.begin()
+                    waited += stream.reading
                 outcome = SwitchOutcome(exposed_s=time.perf_counter() - started)
-            logits = self.logits(plan)
+            self._tables.release(plan.released)
+            logits = self._forward(plan, self._tables, stream)
+            if commit is not None and not plan.queries:
+                # No collective of a step tells that what peers have read may be written to from now on.
+                self._group.exchange([0], settled=True)
         launched, tokens = self._sample(plan, logits, outcome, () if outcome is None else waited)
         self._last.remember(plan, tokens)
         return launched
@@ -282,30 +292,38 @@ class ModelRunner:
             commit by a manifest, which then fails.
         """
 
+        rank = self._group.rank
+
         def work() -> None:
             if not order.copies_anything:
                 return
-            LayerCopies(order.rank_copies(self._group.rank), self._geometry, self._group).read_all()
-            for head_group, peer, layer in order.weights[self._group.rank]:
+            LayerCopies(order.rank_copies(rank), self._geometry, self._group).read_first(order.layers)
+            for head_group, peer, layer in order.weights[rank]:
                 copy_head_group(head_group, peer, layer, self._geometry, self._group)
 
         try:
             if self._coming.switch != order.switch:
-                self._coming = Preparation(order.switch, self._group.size)
+                self._coming, self._stream = Preparation(order.switch, self._group.size), None
             self._coming.add(order.prepared, self._tables)
             if self._group.copies.is_queued:
                 self._copying.append((order.switch, self._group.copies.begin(work)))
             else:
                 work()
+            if order.rest is None:
+                return None
+            error = self._coming.complete(order.rest, self._tables)
+            layers = range(order.layers, self._geometry.spec.num_layers)
+            if layers and not error:
+                copies = self._coming.copies(rank, self._geometry.page_size, order.streamed[rank])
+                self._stream = Stream(LayerCopies(copies, self._geometry, self._group), layers, self._group)
         except Exception as failure:
             self._failed_ahead = order.switch
             self._why_failed = str(failure)
-        if order.rest is None:
-            return None
-        error = self._coming.complete(order.rest, self._tables)
+            if order.rest is None:
+                return None
         if self._failed_ahead == order.switch:
             error = f"failed to copy ahead of the switch: {self._why_failed}"
-        return Vote(self._group.rank, order.switch, self._coming.digest, error)
+        return Vote(rank, order.switch, self._coming.digest, error)
 
     def _settle_copies(self, copying: int) -> list[Completion]:
         """Before a step: let it see what is still being copied, unless the switch `copying` that it is for goes on.

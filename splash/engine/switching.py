@@ -23,17 +23,26 @@ from splash.core.decision import Decision
 from splash.core.errors import CapacityError, ConfigError
 from splash.core.layout import KV, Layout, Projections, check_layout
 from splash.core.memory import ArenaGeometry
-from splash.core.pages import HeldPages
 from splash.core.step import StepPlan
 from splash.engine.ahead import AheadCopies
 from splash.engine.messages import Run
-from splash.engine.target import Moved, check_room, never_fits, pages_after, running_pages, staging_shortage, with_chains
+from splash.engine.target import (
+    Moved,
+    check_room,
+    never_fits,
+    page_room,
+    pages_after,
+    running_pages,
+    staging_shortage,
+    with_chains,
+)
 from splash.scheduler.owners import balance_owners
 from splash.scheduler.prefix_cache import Chain, PrefixCache
 from splash.scheduler.request import Rebase
 from splash.scheduler.scheduler import Scheduler
 from splash.switch.checks import validate
-from splash.switch.manifest import Occupancy, Planned, count, plan_switch
+from splash.switch.counts import count
+from splash.switch.manifest import Occupancy, Planned, plan_switch
 from splash.switch.orders import (
     METHODS,
     CopyAhead,
@@ -79,6 +88,7 @@ class Switcher:
         staging_bytes: most that a rank may stage for one layer.
         step_bytes: most that a rank copies ahead after one step.
         clock: the time in seconds, from any origin.
+        streams: copies are queued on devices, so that a commit layer by layer can be prepared: it cannot fail.
 
     Attributes:
         layout: the layout that steps run in.
@@ -94,8 +104,10 @@ class Switcher:
         staging_bytes: int,
         step_bytes: int,
         clock: Callable[[], float] = time.monotonic,
+        streams: bool = False,
     ) -> None:
         self._clock = clock
+        self._streams = streams
         self._scheduler = scheduler
         self._geometry = geometry
         self._staging_bytes = staging_bytes
@@ -168,12 +180,16 @@ class Switcher:
         return self.committing and self._active is not None and self._active.told is not None
 
     @property
+    def commits_next(self) -> bool:
+        """Whether the switch under way commits with the first step that is planned when no other is in flight."""
+        active = self._active
+        return self.awaits_votes or (active is not None and active.before is None and self._is_due(active))
+
+    @property
     def lets_run_ahead(self) -> bool:
         """Whether the next step may be planned while one is in flight."""
         active = self._active
-        if active is None:
-            return True
-        return active.is_prepared or (active.before is None and not self._is_due(active))
+        return active is None or active.is_prepared or (active.before is None and not self._is_due(active))
 
     def abort(self) -> None:
         """Give up the switch under way, and what was asked for after it. One that is committing ends by itself."""
@@ -206,16 +222,17 @@ class Switcher:
         return active.commit_next or not self._scheduler.running or not self._may_copy_ahead(active)
 
     def _may_copy_ahead(self, active: _Active) -> bool:
-        return active.may_copy_ahead and active.record.asked in ("auto", "precopy")
+        asked = active.record.asked
+        return active.may_copy_ahead and (asked in ("auto", "precopy") or (asked == "layerwise" and self._streams))
 
     def _owners(self, active: _Active, occupancy: Occupancy) -> tuple[int, ...]:
         """Owners after the switch: the same where pages are with their owner already, else balanced anew."""
         if not active.rebalance and (self.layout.kv is KV.REQUEST or active.target.kv is not KV.REQUEST):
             return occupancy.owners
-        room = [len(self._geometry.page_slots(active.target, rank)) for rank in range(self._geometry.ranks)]
         # What was copied ahead lies with the owner that was chosen then.
         chosen = [active.owners.get(request) for request in occupancy.requests] if active.ahead is not None else None
-        owners = balance_owners([len(table) for table in occupancy.tables], room, chosen)
+        lengths = [len(table) for table in occupancy.tables]
+        owners = balance_owners(lengths, page_room(self._geometry, active.target), chosen)
         active.owners = dict(zip(occupancy.requests, owners, strict=True))
         return tuple(owners)
 
@@ -290,7 +307,8 @@ class Switcher:
         if reason := never_fits(self._scheduler, self._geometry, active.target):
             self._end("refused", reason)
             return
-        ahead = AheadCopies(record.id, active.target, self._geometry, self._scheduler.pool)
+        layers = 1 if record.asked == "layerwise" else self._geometry.spec.num_layers
+        ahead = AheadCopies(record.id, active.target, self._geometry, self._scheduler.pool, layers)
 
         def plan(occupancy: Occupancy, owners: tuple[int, ...]) -> Planned:
             check_room(occupancy, active.target, owners, self._geometry)
@@ -305,7 +323,7 @@ class Switcher:
         if record.reason:
             active.commit_next = True
             return
-        record.method, record.status = "precopy", "copying"
+        record.method, record.status = "layerwise" if ahead.streamed else "precopy", "copying"
         self._scheduler.holds_admission = False
         active.ahead = ahead
 
@@ -327,7 +345,7 @@ class Switcher:
         if not may_commit:
             return order
         rest = self._go_over(active, ahead)
-        return order if rest is None else msgspec.structs.replace(order, rest=rest)
+        return order if rest is None else msgspec.structs.replace(order, rest=rest, streamed=ahead.streamed)
 
     def _go_over(self, active: _Active, ahead: AheadCopies) -> tuple[PreparedPages, ...] | None:
         """Go over to the target state in the books, once the order on its way has been carried out.
@@ -346,14 +364,15 @@ class Switcher:
         if planned is None or not ahead.is_settled(planned.manifest):
             active.commit_next = True
             return None
-        rest = last_pages(planned.manifest)
-        active.is_prepared, active.told, active.planned = True, ahead.digest_with(rest), planned
-        active.before = self._scheduler.rebase(*self._pages_after(active, planned))
-        active.record.status = "committing"
+        rest = last_pages(planned.manifest, with_cached=bool(ahead.streamed))
+        active.is_prepared, active.told = True, ahead.digest_with(rest)
+        self._rebase(active, planned)
         return rest
 
-    def _pages_after(self, active: _Active, planned: Planned) -> tuple[PrefixCache, dict[int, HeldPages]]:
-        return pages_after(self._scheduler, self._geometry, active.target, planned, active.chains)
+    def _rebase(self, active: _Active, planned: Planned) -> None:
+        after = pages_after(self._scheduler, self._geometry, active.target, planned, active.chains)
+        active.planned, active.before = planned, self._scheduler.rebase(*after)
+        active.record.status = "committing"
 
     def decide(self, votes: Sequence[Vote]) -> None:
         """Take in what the ranks have voted: the next step commits, or the switch has failed."""
@@ -397,10 +416,8 @@ class Switcher:
             return None
         if active.ahead is None:
             record.method = record.asked if record.asked in ("layerwise", "blocking") else "layerwise"
-        active.before = self._scheduler.rebase(*self._pages_after(active, planned))
-        active.planned = planned
+        self._rebase(active, planned)
         self._scheduler.holds_admission = False
-        record.status = "committing"
         plan = self._scheduler.schedule() or self._scheduler.schedule_empty()
         return Run(plan, switch=SwitchOrder(record.id, planned.manifest, layerwise=record.method == "layerwise"))
 
@@ -409,10 +426,9 @@ class Switcher:
         record, planned = active.record, active.planned
         if planned is None or record.pages_kept:
             return
-        counts = count(planned.manifest, self._geometry) if active.ahead is None else active.ahead.count(planned)
-        record.kv_bytes_planned, record.weight_bytes_planned = list(counts.kv_bytes), list(counts.weight_bytes)
-        record.pages_kept, record.pages_fetched = list(counts.kept), list(counts.fetched)
-        record.pages_moved, record.pages_dropped = list(counts.moved), list(counts.dropped)
+        record.describe(
+            count(planned.manifest, self._geometry) if active.ahead is None else active.ahead.count(planned)
+        )
 
     def settle(self, outcome: SwitchOutcome) -> bool:
         """Take in the outcome of the step in flight. Returns whether the step has run; if not, it is retracted here."""

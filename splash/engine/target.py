@@ -54,10 +54,9 @@ def with_chains(
     # What is copied ahead fills slots of the pool as well, and those are counted as wanted.
     held = occupancy.pages_wanted(occupancy.layout, occupancy.owners, ranks)
     wanted = occupancy.pages_wanted(target, owners, ranks)
-    slots = [len(geometry.page_slots(target, rank)) for rank in range(ranks)]
     room = [
         min(own, total) - before - after
-        for own, total, before, after in zip(slots, cache.num_total, held, wanted, strict=True)
+        for own, total, before, after in zip(page_room(geometry, target), cache.num_total, held, wanted, strict=True)
     ]
     chains = tuple(cache.chains(target, room, MOST_TAKEN_ALONG))
     if not chains:
@@ -76,16 +75,22 @@ def with_chains(
     return Moved(extended, (*owners, *(chain.owner for chain in chains)), chains)
 
 
+def page_room(geometry: ArenaGeometry, layout: Layout) -> list[int]:
+    """Pages that each rank has room for."""
+    return [len(geometry.page_slots(layout, rank)) for rank in range(geometry.ranks)]
+
+
 def check_room(occupancy: Occupancy, target: Layout, owners: Sequence[int], geometry: ArenaGeometry) -> None:
     """Raise `CapacityError` where all claims together need more pages than a rank has room for."""
-    for rank, wanted in enumerate(occupancy.pages_wanted(target, owners, geometry.ranks)):
-        check_fits(target, rank, wanted, len(geometry.page_slots(target, rank)))
+    wanted = occupancy.pages_wanted(target, owners, geometry.ranks)
+    for rank, (num_wanted, room) in enumerate(zip(wanted, page_room(geometry, target), strict=True)):
+        check_fits(target, rank, num_wanted, room)
 
 
 def never_fits(scheduler: Scheduler, geometry: ArenaGeometry, target: Layout) -> str:
     """Why a live request could never run to its end in the target, even alone, or an empty string."""
     ranks, page_size = geometry.ranks, geometry.page_size
-    room = [len(geometry.page_slots(target, rank)) for rank in range(ranks)]
+    room = page_room(geometry, target)
     holders = [HolderTable(target, owner, ranks) for owner in range(ranks)]
     for request in scheduler.requests:
         num_pages = -(-request.max_positions // page_size)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from splash.core.step import Query, StepPlan
 from splash.scheduler.chunks import Batch
+from splash.scheduler.prefix_cache import PrefixCache, extend_keys
 from splash.scheduler.request import Request
 
 Filling = tuple[Request, int, int]  # fills pages first .. end - 1
@@ -71,3 +72,12 @@ def make_queries(
             request.num_computed = end
             filling.append((request, start // page_size, end // page_size))
     return queries, filling
+
+
+def enter_pages(cache: PrefixCache, filling: list[Filling], page_size: int) -> None:
+    """Let the cache know the pages that a step has filled."""
+    for request, first, end in filling:
+        if request.live and request.held is not None:
+            extend_keys(request.keys, request.tokens, page_size, end)
+            for page in range(first, end):
+                cache.enter(request.held, page, request.keys)

@@ -35,8 +35,8 @@ from splash.core.step import PENDING_TOKEN, NewRequest, Query, StepOutput, StepP
 from splash.scheduler.admission import Admission, Place, check_capacity, check_request, holds_any, is_stuck
 from splash.scheduler.chunks import Batch, Prompt
 from splash.scheduler.config import SchedulerConfig
-from splash.scheduler.prefix_cache import Keys, PrefixCache, extend_keys
-from splash.scheduler.queries import Filling, PlannedStep, make_queries
+from splash.scheduler.prefix_cache import Keys, PrefixCache
+from splash.scheduler.queries import Filling, PlannedStep, enter_pages, make_queries
 from splash.scheduler.queue import WaitingQueue
 from splash.scheduler.request import Progress, Rebase, Request
 
@@ -196,7 +196,7 @@ class Scheduler:
         assert not step.is_foreseen
         step.is_foreseen = True
         if self.config.prefix_cache:
-            self._enter_pages(step.filling)
+            enter_pages(self.pool, step.filling, self.config.page_size)
         retired, self._aborted_in_flight = self._aborted_in_flight, []
         for query in step.plan.queries:
             request = self._requests.get(query.request) if query.sample else None
@@ -255,14 +255,6 @@ class Scheduler:
         self._released, self._finished = [], []
         self._count_by_owner()
 
-    def _enter_pages(self, filling: list[Filling]) -> None:
-        """Let the cache know the pages that a step has filled."""
-        for request, first, end in filling:
-            if request.live and request.held is not None:
-                extend_keys(request.keys, request.tokens, self.config.page_size, end)
-                for page in range(first, end):
-                    self.pool.enter(request.held, page, request.keys)
-
     def rebase(self, pool: PrefixCache, held: Mapping[int, HeldPages]) -> Rebase:
         """Go on in another layout, or with other owners, from the next step on.
 
@@ -289,13 +281,12 @@ class Scheduler:
         """Undo `rebase`, of which no step has been planned yet."""
         self.pool, self._pool_before = before.pool, None
         self.epoch -= 1
-        still_running = set(self._running)
         for request, held, _ in before.requests:
             assert held is not None
-            if request in still_running:
-                request.held = held
-            else:
+            if request.held is None:
                 self.pool.release(held)
+            else:
+                request.held = held
         self._count_by_owner()
 
     def retract(self, before: Rebase) -> None:

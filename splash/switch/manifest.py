@@ -191,32 +191,30 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
 
     def source_tables(self) -> Slots:
         """The tables of all requests' written pages before the switch, one below the other, [pages, T]."""
-        is_request_c = np.repeat(np.array(self.requests, dtype=np.int64) >= 0, self.num_pages)
-        return self._tables_cT(self.source_pT(), self.source, self.source_owners)[is_request_c]
+        tables = [table for id, table in self.tables_before().items() if id >= 0]
+        return np.concatenate([np.empty((0, self.ranks), dtype=np.int32), *tables])
 
     def target_tables(self) -> dict[int, Slots]:
         """Each request's written pages after the switch, [pages, T]; not those that are only cached."""
-        tables_cT = self._tables_cT(self.target_pT(), self.target, self.owners)
+        return {id: table for id, table in self.tables_after().items() if id >= 0}
+
+    def tables_before(self) -> dict[int, Slots]:
+        """Written pages before the switch, [pages, T], of requests and of what is only cached."""
+        return self._by_request(self._tables_cT(self.source_pT(), self.source, self.source_owners))
+
+    def tables_after(self) -> dict[int, Slots]:
+        """The same after it."""
+        return self._by_request(self._tables_cT(self.target_pT(), self.target, self.owners))
+
+    def _by_request(self, tables_cT: Slots) -> dict[int, Slots]:
         ends = np.cumsum(self.num_pages)
         starts = ends - self.num_pages
-        return {id: tables_cT[start:end] for id, start, end in zip(self.requests, starts, ends, strict=True) if id >= 0}
+        return {id: tables_cT[start:end] for id, start, end in zip(self.requests, starts, ends, strict=True)}
 
     def _tables_cT(self, slots_pT: Slots, layout: str, owners: Sequence[int]) -> Slots:
         owners_c = np.repeat(np.array(owners, dtype=np.int64), self.num_pages)
         claims = page_holders(self.numbers_c(), owners_c, parse_layout(layout), self.ranks)
         return np.where(claims, slots_pT[self.pages_c()], np.int32(NO_SLOT))
-
-
-class SwitchCounts(msgspec.Struct, frozen=True, array_like=True):
-    """What a manifest does, by rank. Bytes are over all layers; pages are those of one layer."""
-
-    kept: tuple[int, ...]
-    fetched: tuple[int, ...]
-    moved: tuple[int, ...]
-    dropped: tuple[int, ...]
-    staged: tuple[int, ...]
-    kv_bytes: tuple[int, ...]
-    weight_bytes: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,34 +272,6 @@ def rank_copies(manifest: Manifest, geometry: ArenaGeometry, rank: int) -> RankC
         staged=staged,
         weights=weights,
         weights_staged=under_weights,
-    )
-
-
-def count(manifest: Manifest, geometry: ArenaGeometry, pages: tuple[Slots, Slots] | None = None) -> SwitchCounts:
-    """What the manifest does, by rank, counting pages and weights that were copied ahead as well.
-
-    Args:
-        manifest: the switch.
-        geometry: of the arenas.
-        pages: int32 [pages, T] each, slots before and after of all pages, where not all are in the manifest.
-    """
-    before, after = pages or (manifest.source_pT(), manifest.target_pT())
-    kept, fetched, moved, dropped = count_pages(before, after)
-    groups = np.array(manifest.weight_sources) != NO_SOURCE
-    group_bytes = geometry.attention_bytes // geometry.ranks * geometry.spec.num_layers
-    staged = []
-    for rank, (own_before, own_after) in enumerate(zip(manifest.source_pT().T, manifest.target_pT().T, strict=True)):
-        _, alive = living(own_before, page_flags(geometry, parse_layout(manifest.source), rank))
-        copied = (own_after != NO_SLOT) & (own_before != own_after)
-        staged.append(int(np.count_nonzero(alive[own_after] & copied)))
-    return SwitchCounts(
-        kept=kept,
-        fetched=fetched,
-        moved=moved,
-        dropped=dropped,
-        staged=tuple(staged),
-        kv_bytes=tuple(num * geometry.slot_bytes * geometry.spec.num_layers for num in fetched),
-        weight_bytes=tuple(group_bytes * num for num in np.count_nonzero(groups, axis=0).tolist()),
     )
 
 
@@ -402,7 +372,9 @@ def plan_switch(
             occupancy.prepared[rank] if occupancy.prepared else np.zeros((2, geometry.num_slots), dtype=bool)
         )
         wanted = np.ascontiguousarray(new.page_holders[:, rank])
-        check_fits(target, rank, int(np.count_nonzero(wanted) + np.count_nonzero(will_lie)), int(np.count_nonzero(usable)))
+        check_fits(
+            target, rank, int(np.count_nonzero(wanted) + np.count_nonzero(will_lie)), int(np.count_nonzero(usable))
+        )
         before, after = before_pT[:, rank].astype(np.int64), np.full(len(page_ids), NO_SLOT, dtype=np.int64)
         source = np.full(len(page_ids), ranks, dtype=np.int16)
         source[rows] = pages.fetch_source[:, rank]
@@ -482,13 +454,6 @@ def _chosen_ahead(
     assert ahead.keys() <= row_of.keys(), "slots were chosen for a page that is not there"
     rows = np.array([row_of[page] for page in ahead], dtype=np.int64)
     return rows, np.array(list(ahead.values()), dtype=np.int32).reshape(-1, ranks)
-
-
-def count_pages(before_pT: Slots, after_pT: Slots) -> tuple[tuple[int, ...], ...]:
-    """(kept, fetched, moved, dropped) by rank, of pages that lie in these slots before and after."""
-    held, wanted, elsewhere = before_pT != NO_SLOT, after_pT != NO_SLOT, before_pT != after_pT
-    kinds = (held & wanted & ~elsewhere, wanted & ~held, held & wanted & elsewhere, held & ~wanted)
-    return tuple(tuple(np.count_nonzero(flags, axis=0).tolist()) for flags in kinds)
 
 
 def settle(

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from splash.core.decision import Decision
+from splash.switch.counts import SwitchCounts
 from splash.switch.manifest import Manifest, RankCopies
 
 Method = Literal["auto", "precopy", "layerwise", "blocking"]
@@ -27,8 +28,9 @@ class SwitchOrder(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PreparedPages(msgspec.Struct, frozen=True, array_like=True):
-    """Full pages of one request, from number `first` on, that will be where the target state wants them.
+    """Pages of one request, from number `first` on, that will be where the target state wants them.
 
+    Negative requests are none: their pages are cached, and move with those of the requests.
     `source` and `target` are int32 [pages, T] as bytes: the request's page table before the switch and after it. What a
     rank knew of pages from `first` on holds no more.
     """
@@ -44,18 +46,24 @@ class CopyAhead(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         switch: number of that switch.
+        layers: how many of the first layers pages are copied in.
         pages: by rank, int32 [n, 5] as bytes: peer, source slot, target slot, first position, position after the last.
         weights: by rank, (head group, peer, layer) to fetch.
         prepared: pages that need nothing more once these copies are made.
-        rest: all pages of the running requests that were not prepared. With them the target state is whole, and every
-            rank gives its `Vote` on it: the next step may commit. None where the switch goes on copying.
+        rest: all pages of the running requests that were not prepared, and where later layers are streamed, cached
+            pages that move with the switch. With them the target state is whole, and every rank gives its `Vote` on it:
+            the next step may commit. None where the switch goes on copying.
+        streamed: by rank, (head group, peer) to fetch in the later layers, which are read behind the compute of those
+            before them in the step that commits. Only with `rest`.
     """
 
     switch: int
+    layers: int
     pages: tuple[bytes, ...]
     weights: tuple[tuple[tuple[int, int, int], ...], ...]
     prepared: tuple[PreparedPages, ...] = ()
     rest: tuple[PreparedPages, ...] | None = None
+    streamed: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     @property
     def copies_anything(self) -> bool:
@@ -151,3 +159,9 @@ class SwitchRecord(msgspec.Struct, kw_only=True, rename={"source": "from", "targ
     background_steps: int = 0
     waited_steps: int = 0
     decision: Decision | None = None
+
+    def describe(self, counts: SwitchCounts) -> None:
+        """Say what the commit does."""
+        self.kv_bytes_planned, self.weight_bytes_planned = list(counts.kv_bytes), list(counts.weight_bytes)
+        self.pages_kept, self.pages_fetched = list(counts.kept), list(counts.fetched)
+        self.pages_moved, self.pages_dropped = list(counts.moved), list(counts.dropped)

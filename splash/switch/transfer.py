@@ -79,11 +79,11 @@ class LayerCopies:
         for transfer in self._reads:
             transfer.run(layer, 1)
 
-    def read_all(self) -> None:
-        """Read every layer. Only where nothing is staged."""
+    def read_first(self, layers: int) -> None:
+        """Read so many of the first layers. Only where nothing is staged."""
         assert not self.staging_bytes
         for transfer in self._reads:
-            transfer.run()
+            transfer.run(0, layers)
 
     def write_back(self, layer: int) -> None:
         """Write what was staged to its place."""
@@ -136,6 +136,40 @@ def copy_head_group(head_group: int, peer: int, layer: int, geometry: ArenaGeome
     runs = [geometry.run(module, head_group) for module in geometry.modules]
     extents = np.array([(offset, offset, size) for offset, size in runs], dtype=np.int64)
     group.copies.copy(group.arenas.local(layer), group.arenas.peer(peer, layer), extents)
+
+
+class Stream:
+    """The layers of a prepared switch that were not copied ahead, read in order behind the compute of those before.
+
+    Args:
+        copies: of each of these layers.
+        layers: all of them, ascending and up to the last.
+        group: the rank.
+
+    Attributes:
+        layerwise: always.
+        reading: by layer, once `begin` was called.
+    """
+
+    layerwise = True
+
+    def __init__(self, copies: LayerCopies, layers: range, group: Rank) -> None:
+        self._copies, self._layers, self._group = copies, layers, group
+        self.reading: list[Completion] = []
+
+    def begin(self) -> None:
+        """Queue the reads behind what the rank has begun."""
+        for layer in self._layers:
+            self.reading.append(self._group.copies.begin(lambda layer=layer: self._copies.read(layer)))  # type: ignore[misc]
+
+    def arrive(self, layer: int) -> None:
+        """Let what follows see `layer` in the target state."""
+        if layer in self._layers:
+            self.reading[layer - self._layers.start].wait()
+
+    def complete(self) -> None:
+        """Let what follows see every layer in the target state."""
+        self.reading[-1].wait()  # which were begun in order
 
 
 class Handoff:
@@ -228,7 +262,7 @@ class Handoff:
                 for layer in range(self._num_layers):
                     self._begin(layer)
             else:
-                self._reading.append(self._group.copies.begin(self.copies.read_all))
+                self._reading.append(self._group.copies.begin(lambda: self.copies.read_first(self._num_layers)))
         except Exception as failure:
             status, error = READ_FAILED, f": {failure}"
         for rank, (read,) in enumerate(self._group.exchange([status], settled=False)):

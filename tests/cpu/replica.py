@@ -55,6 +55,7 @@ class Limits:
     staging_bytes: int = 64 * MIB
     step_bytes: int = 64 << 10
     prefix_cache: bool = True
+    streams: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,9 @@ class Replica:
             limits.prefix_cache,
         )
         self.scheduler = Scheduler(config, PrefixCache.of_geometry(geometry, LAYOUTS[layout]))
-        self.switcher = Switcher(self.scheduler, geometry, limits.staging_bytes, limits.step_bytes)
+        self.switcher = Switcher(
+            self.scheduler, geometry, limits.staging_bytes, limits.step_bytes, streams=limits.streams
+        )
         self.fault: Fault | None = None
         self.tokens: dict[int, list[int]] = {}
         self.finished: set[int] = set()

@@ -187,6 +187,20 @@ def test_every_direction(llm: LLM, observed: Observed, reference: Reference, met
     check_client(client, JOBS, reference(JOBS))
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_layers_that_are_not_copied_ahead_are_streamed(model: str, reference: Reference, ranks: int) -> None:
+    """A commit layer by layer that was prepared brings the bytes of every direction, cached pages included."""
+    jobs = jobs_of((100, 37, 16, 5), (170, 165, 160, 155), seed=3)
+    limits = Limits(max_model_len=400, streams=True, step_bytes=20_000)
+    arguments = {"hops": CIRCUIT, "method": "layerwise", "jobs": jobs, "limits": limits}
+    results = run(model, "walk", ranks, 120, arguments)
+    check(results[0], reference(jobs))
+    check_walk(results, CIRCUIT)
+    ways = [record["method"] for record in results[0]["records"]]
+    assert ways == ["layerwise"] * len(ways)
+    assert sum(record["background_steps"] > 0 for record in results[0]["records"]) > 10
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_one_request_leaves_ranks_idle(llm: LLM, observed: Observed, reference: Reference, method: str) -> None:
     jobs = jobs_of((70,), (110,), seed=1)

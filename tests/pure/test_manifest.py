@@ -16,7 +16,8 @@ from splash.core.layout import CP, DP, LAYOUTS, TP, Layout
 from splash.core.pages import HeldPages, PagePool, PageTable
 from splash.core.step import NO_SLOT
 from splash.switch.checks import validate
-from splash.switch.manifest import Occupancy, count, plan_switch, settle, slots_under
+from splash.switch.counts import count
+from splash.switch.manifest import Occupancy, plan_switch, settle, slots_under
 from tests.arenas import (
     Arenas,
     Case,

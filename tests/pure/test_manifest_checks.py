@@ -12,7 +12,8 @@ import pytest
 from splash.core.diff import NO_SOURCE
 from splash.core.layout import CP, DCP, DP, TP
 from splash.switch.checks import validate
-from splash.switch.manifest import Manifest, count, rank_copies, settle
+from splash.switch.counts import count
+from splash.switch.manifest import Manifest, rank_copies, settle
 from tests.arenas import fixed_case, tiny_geometry
 
 
