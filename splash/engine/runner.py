@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +33,7 @@ from splash.platform.base import Completion, Rank
 from splash.platform.host_copies import upload
 from splash.switch.orders import CopyAhead, PreparedCommit, SwitchOrder, SwitchOutcome, Vote
 from splash.switch.prepared import Preparation
+from splash.switch.queued import QueuedCopies
 from splash.switch.transfer import Handoff, LayerCopies, Stream, copy_head_group
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class ModelRunner:
         self._why_failed = ""
         self._coming = Preparation(0, group.size)  # the tables of a switch to come
         self._stream: Stream | None = None  # the layers that it leaves to the step that commits
-        self._copying: deque[tuple[int, Completion]] = deque()  # with the switch they are made ahead of, the last ones
+        self._copying = QueuedCopies()
         self._tables = PageTables(group.size)
         self._last = LastTokens(group)
         grammars = Grammars(lambda: _tokenizer(model), spec.vocab_size, eos_token_ids)
@@ -242,7 +242,7 @@ class ModelRunner:
             copying: number of the switch that goes on copying ahead; see `Run`.
         """
         started = time.perf_counter()
-        waited = self._settle_copies(copying)
+        waited = self._copying.settle(copying)
         outcome = None
         if order is not None:
             try:
@@ -306,7 +306,7 @@ class ModelRunner:
                 self._coming, self._stream = Preparation(order.switch, self._group.size), None
             self._coming.add(order.prepared, self._tables)
             if self._group.copies.is_queued:
-                self._copying.append((order.switch, self._group.copies.begin(work)))
+                self._copying.add(order.switch, self._group.copies.begin(work))
             else:
                 work()
             if order.rest is None:
@@ -324,23 +324,6 @@ class ModelRunner:
         if self._failed_ahead == order.switch:
             error = f"failed to copy ahead of the switch: {self._why_failed}"
         return Vote(rank, order.switch, self._coming.digest, error)
-
-    def _settle_copies(self, copying: int) -> list[Completion]:
-        """Before a step: let it see what is still being copied, unless the switch `copying` that it is for goes on.
-
-        While it does, slots that are copied to are nobody else's, but it may let go of them from step to step: so all
-        copies but the last ones are waited for. Without the switch the step may write to any. Returns what is waited
-        for.
-        """
-        waited = []
-        while self._copying:
-            switch, copies = self._copying[0]
-            if len(self._copying) == 1 and copying == switch:
-                break
-            self._copying.popleft()
-            copies.wait()
-            waited.append(copies)
-        return waited
 
     def _sample(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from splash.core.errors import RequestError
 from splash.core.layout import DOP, KV, LAYOUTS, TP, Layout
 from splash.core.pages import HeldPages
-from splash.core.step import NO_SLOT
+from splash.core.step import NO_SLOT, StepPlan
 from splash.scheduler.owners import balance_owners
 from splash.scheduler.prefix_cache import CachedPage, PrefixCache
 from splash.scheduler.request import Rebase
@@ -62,18 +62,23 @@ def target_state(
     return target, held, free
 
 
-def copied(group: FakeGroup, scheduler: Scheduler, held: dict[int, HeldPages]) -> dict[tuple[int, int, int], tuple]:
-    """What a commit writes: the pages that requests hold, where they lie in the target."""
+def tables_of(held: Mapping[int, HeldPages]) -> dict[int, np.ndarray]:
+    """Page tables as they are now."""
+    return {id: pages.table.slots_cT.copy() for id, pages in held.items()}
+
+
+def copied(group: FakeGroup, before: Rebase, tables: Mapping[int, np.ndarray]) -> dict[tuple[int, int, int], tuple]:
+    """What a switch writes: the pages that requests held, where they were to lie in the target."""
     writes = {}
-    for request in scheduler.running:
-        assert request.held is not None
+    for request, old_held, computed in before.requests:
+        assert old_held is not None
         for page, (old, new) in enumerate(
-            zip(request.held.table.slots_cT.tolist(), held[request.id].table.slots_cT.tolist(), strict=True)
+            zip(old_held.table.slots_cT.tolist(), tables[request.id].tolist(), strict=True)
         ):
             source = next((rank, slot) for rank, slot in enumerate(old) if slot != NO_SLOT)
-            for offset in range(scheduler.config.page_size):
+            for offset in range(group.config.page_size):
                 content = group.memory.get((*source, offset))
-                if content is not None and page * scheduler.config.page_size + offset < request.num_computed:
+                if content is not None and page * group.config.page_size + offset < computed:
                     writes |= {(rank, slot, offset): content for rank, slot in enumerate(new) if slot != NO_SLOT}
     return writes
 
@@ -180,8 +185,8 @@ def test_switches_that_commit_or_fail_lose_nothing(
             state = target_state(scheduler, layout, slots, rng, rng.choice([0, 0, 2]))
         if state is not None:
             source = scheduler.pool, scheduler.epoch
-            writes = copied(group, scheduler, state[1])
             before = scheduler.rebase(*state[:2])
+            writes = copied(group, before, tables_of(state[1]))
             assert scheduler.epoch == source[1] + 1
             plan = scheduler.schedule() or scheduler.schedule_empty()
         else:
@@ -216,6 +221,80 @@ def test_switches_that_commit_or_fail_lose_nothing(
     scheduler.add(num_requests, [1], greedy(max_tokens=1), 0)
     drain(scheduler, group)
     assert set(group.history) == set(group.tables) == {num_requests}, "the ranks were not told to forget the others"
+
+
+@settings(max_examples=150)
+@given(
+    layouts=st.lists(st.sampled_from(sorted(LAYOUTS)).map(LAYOUTS.__getitem__), min_size=2, max_size=3),
+    slots=st.lists(st.integers(4, 12), min_size=1, max_size=3).map(tuple),
+    page_size=st.sampled_from([1, 2, 4]),
+    seed=st.integers(0, 2**32),
+    num_requests=st.integers(1, 10),
+    prefix_cache=st.booleans(),
+)
+def test_a_prepared_switch_begins_while_a_step_is_in_flight(
+    layouts: list[Layout], slots: tuple[int, ...], page_size: int, seed: int, num_requests: int, prefix_cache: bool
+) -> None:
+    """The step ends in the state before; requests end and are dropped meanwhile; then all goes on there, or here."""
+    scheduler, group = make(layouts[0], slots, 5, 10, 24, page_size, seed, prefix_cache)
+    rng = random.Random(seed + 1)
+    beginning = [rng.randrange(1, VOCABULARY) for _ in range(8)]
+    live: dict[int, int] = {}
+
+    def run(plan: StepPlan) -> None:
+        for progress in scheduler.apply(group.run(plan)):
+            live[progress.id] -= 1
+            if progress.finish_reason is not None:
+                assert not live.pop(progress.id)
+        check_cache(scheduler)
+
+    def fits(layout: Layout) -> bool:
+        pool = PrefixCache(layout, [np.arange(count) for count in slots])
+        needs = [-(-request.max_positions // page_size) for request in scheduler.requests]
+        return all(any(pool.fits_alone(rank, need) for rank in range(pool.ranks)) for need in needs)
+
+    next_id = 0
+    for _ in range(3000):
+        if next_id < num_requests and rng.random() < 0.6:
+            count = rng.randint(1, 8)
+            try:
+                scheduler.add(next_id, beginning[: rng.randint(1, 8)], greedy(max_tokens=count), 0)
+                live[next_id] = count
+            except RequestError:
+                pass
+            next_id += 1
+        plan = scheduler.schedule()
+        if plan is None:
+            if next_id == num_requests and not scheduler.has_work:
+                break
+            continue
+        layout, source = rng.choice(layouts), (scheduler.pool, scheduler.epoch)
+        state = target_state(scheduler, layout, slots, rng, 0) if rng.random() < 0.5 and fits(layout) else None
+        if state is None:
+            run(plan)
+            continue
+        before, tables = scheduler.rebase(*state[:2]), tables_of(state[1])
+        if live and rng.random() < 0.2:
+            dropped = rng.choice(sorted(live))
+            scheduler.abort(dropped)
+            del live[dropped]
+        if rng.random() < 0.5:
+            scheduler.foresee()
+        run(plan)
+        if rng.random() < 0.3:
+            scheduler.go_back(before)
+            check_cache(scheduler)
+            assert (scheduler.pool, scheduler.epoch) == source
+            continue
+        next_plan = scheduler.schedule()
+        writes = copied(group, before, tables)
+        commit(scheduler, group, layout, state[1], () if next_plan is None else next_plan.released)
+        group.memory |= writes
+        if next_plan is not None:
+            run(next_plan)
+    else:
+        raise AssertionError("livelock")
+    assert not live and scheduler.pool.num_free == list(slots)
 
 
 def test_a_request_must_fit_before_and_after_while_a_switch_is_in_flight() -> None:

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from splash.core.memory import ArenaGeometry
 from splash.core.spec import KVFormat, ModelSpec, RopeSpec
-from splash.platform.base import Arenas, Rank
+from splash.platform.base import Arenas, Completion, Rank
 from splash.platform.cpu.copy import CpuCopyEngine
 from splash.switch.manifest import RankCopies
+from splash.switch.queued import QueuedCopies
 from splash.switch.transfer import LayerCopies, merge_extents
 
 SPEC = ModelSpec("test", 1, 8, 8, 2, None, 8, 4, 2, 4, 8, 1, 64, 1e-6, RopeSpec())
@@ -80,3 +81,31 @@ def test_copies_are_the_positions_asked_for(kv: KVFormat, data: st.DataObject) -
 def test_whole_neighbours_become_one_extent() -> None:
     extents = np.array([(20, 120, 10), (0, 100, 20), (30, 140, 5)])
     assert merge_extents(extents).tolist() == [[0, 100, 30], [30, 140, 5]]
+
+
+class Waited(Completion):
+    """Copies that say when they are waited for."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self._name, self._log = name, log
+
+    def wait(self) -> None:
+        self._log.append(self._name)
+
+
+def test_a_step_waits_for_all_copies_but_the_last_of_the_switch_that_goes_on() -> None:
+    """A slot that an order gave up may be written to while the copies of the next run, not while its own do."""
+    log: list[str] = []
+    copies = QueuedCopies()
+    copies.add(1, Waited("first", log))
+    assert copies.settle(1) == [] and log == []
+    copies.add(1, Waited("second", log))
+    copies.add(1, Waited("third", log))
+    assert len(copies.settle(1)) == 2 and log == ["first", "second"]
+    assert copies.settle(1) == []
+    copies.add(1, Waited("fourth", log))
+    assert len(copies.settle(2)) == 2, "another switch is under way, which knows nothing of these slots"
+    assert log == ["first", "second", "third", "fourth"]
+    copies.add(2, Waited("fifth", log))
+    assert len(copies.settle(0)) == 1 and log[-1] == "fifth", "none is: a commit, or it was given up"
+    assert copies.settle(0) == []
