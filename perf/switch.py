@@ -2,10 +2,10 @@
 
     python -m perf.switch --ranks 2 --batch 16 --context 512 --out perf/results/cpu-switch.json
 
-The overhead of a switch is the time of the committing step less that of a matched step in the *destination* layout: for
-decode the median of the steps just after the commit, for prefill the median of steps that compute the same chunk again.
-A step's time is from sending it to the ranks until rank 0's answer is here. The time between one answer and the next,
-which is what a client waits for a token and has planning in it, is kept as well.
+The overhead of a switch is the time of the committing step, the two before it and the one after it, less that of as
+many matched steps in the *destination* layout: for decode of steps just after the commit, for prefill of steps around
+one that computes the same chunk again. A step's time is that between one answer and the next, which is what a client
+waits for a token, with all planning in it. What is added to the committing step alone is kept as well.
 
 With --shapes and --filled weights and cache are random, and contexts may be as long as memory allows:
 

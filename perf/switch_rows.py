@@ -66,7 +66,7 @@ def _compare(samples: dict[str, list[Sample]], moves: bool) -> dict[str, Any]:
             "samples": len(of_way),
             "methods": dict(Counter(record.method for record in records)),
             "added_ms": spread([sample.added for sample in of_way], digits=3),
-            "added_between_tokens_ms": spread([sample.added_gap for sample in of_way], digits=3),
+            "added_to_step_ms": spread([sample.added_step for sample in of_way], digits=3),
             "below_blocking": round(1 - added / blocking, 3) if moves and blocking > 0 else None,
             "of_step": round(added / ready, 3),
             "record_added_ms": round(statistics.median(record.added_ms for record in records), 3),

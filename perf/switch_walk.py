@@ -8,7 +8,6 @@ import statistics
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +27,7 @@ from splash.switch.orders import CopyAhead, SwitchRecord, Vote
 MARGIN = 64  # tokens that requests may grow on after they should have begun anew and are still compared
 READY_STEPS = 4  # steps after a commit whose median is the time of a step in the destination
 MATCHED_CHUNKS = 2  # the same for prefill
+AROUND = 4  # steps that a switch may hold up: the committing one, two before it and one after it
 HOME = "dp"  # where requests are prefilled between walks: any layout would do, this one is quick at it
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 FILLED_GROWTH = 4096  # tokens that contexts which nobody computes may grow by
@@ -96,10 +96,16 @@ class TimedExecutor(Executor):
 
 @dataclass(frozen=True)
 class Sample:
-    """One switch. Seconds; `slowdown` is how much longer tokens took while copying ahead, as a share, None without."""
+    """One switch, in seconds.
+
+    `added` is how much longer the committing step, the two before it and the one after it took together than they would
+    have: where steps are planned ahead, planning a switch and launching a long step hold up the answers before.
+    `added_step` counts the committing step alone. `slowdown` is how much longer tokens took while copying ahead, as a
+    share, None without.
+    """
 
     added: float
-    added_gap: float
+    added_step: float
     ready: float
     slowdown: float | None
     record: SwitchRecord
@@ -109,7 +115,7 @@ class Sample:
             "" if self.slowdown is None else f", {self.slowdown:.1%} slower in {self.record.background_steps} steps"
         )
         return (
-            f"{self.added * 1e3:.2f} ms added to {self.ready * 1e3:.2f} ms, {self.added_gap * 1e3:.2f} between tokens, "
+            f"{self.added * 1e3:.2f} ms added to {self.ready * 1e3:.2f} ms, {self.added_step * 1e3:.2f} to the step, "
             f"{self.record.added_ms:.2f} waited by the ranks, planned in {self.record.planning_ms:.2f} ms{slowdown}"
         )
 
@@ -226,9 +232,16 @@ class Walk:
         steps = self._clock.steps[first:]
         assert commit.commits and not any(step.commits for step in steps[:-1])
         copying = [step.gap for step in steps if step.copies]
+        index = len(self._clock.steps) - 1
         self._settle()
         slowdown = statistics.fmean(copying) / ordinary - 1 if copying else None
-        return _sample(commit, self._settled, slowdown, record)
+        ready = statistics.median(step.gap for step in self._settled)
+        added_step = commit.seconds - statistics.median(step.seconds for step in self._settled)
+        return Sample(self._around(index) - AROUND * ready, added_step, ready, slowdown, record)
+
+    def _around(self, index: int) -> float:
+        """Seconds of a step, the two before it and the one after it."""
+        return sum(step.gap for step in self._clock.steps[index - 2 : index - 2 + AROUND])
 
     def prefill(self, target: str, way: str) -> Sample:
         """Switch with a step that computes a whole prompt beside the decodes, then compute that prompt again."""
@@ -237,16 +250,22 @@ class Walk:
             self._step()
         id = self._add(self._chunk, ONE_TOKEN)
         commit = self._commit(record)
-        first = len(self._clock.steps)
-        outputs = [self._tokens[id], *(self._compute_chunk() for _ in range(MATCHED_CHUNKS))]
+        index, outputs = len(self._clock.steps) - 1, [self._tokens[id]]
+        for _ in range(MATCHED_CHUNKS):
+            self._settle()
+            outputs.append(self._compute_chunk())
         if self._is_compared:
             self.num_tokens += len(outputs)
             self.num_wrong += sum(tokens != self._expected_of_chunk for tokens in outputs)
-        matched = [step for step in self._clock.steps[first:] if step.rows == commit.rows]
+        self._settle()
+        steps = self._clock.steps
+        matched = [at for at in range(index + 1, len(steps)) if steps[at].rows == commit.rows]
         if commit.rows != len(self._load) + len(self._chunk) or len(matched) != MATCHED_CHUNKS:
             raise SystemExit(f"prefill: the committing step has {commit.rows} rows; nothing may cut or cache the chunk")
-        self._settle()
-        return _sample(commit, matched, None, record)
+        decode = statistics.median(step.gap for step in self._settled)
+        around = statistics.median(self._around(at) for at in matched)
+        added_step = commit.seconds - statistics.median(steps[at].seconds for at in matched)
+        return Sample(self._around(index) - around, added_step, around - (AROUND - 1) * decode, None, record)
 
     def _compute_chunk(self) -> list[int]:
         id = self._add(self._chunk, ONE_TOKEN)
@@ -261,9 +280,3 @@ def shapes(model: str, max_positions: int) -> dict[str, Any]:
     overrides = [f"model={name}", f"model.num_layers={layers}", f"model.num_experts={experts}"]
     contents = build(ModelChoice, compose("config", overrides)["model"], "model.").contents()
     return {**contents, "max_position_embeddings": max(max_positions, contents["max_position_embeddings"])}
-
-
-def _sample(commit: StepTime, matched: Sequence[StepTime], slowdown: float | None, record: SwitchRecord) -> Sample:
-    ready = statistics.median(step.seconds for step in matched)
-    ready_gap = statistics.median(step.gap for step in matched)
-    return Sample(commit.seconds - ready, commit.gap - ready_gap, ready, slowdown, record)

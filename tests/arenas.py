@@ -7,9 +7,8 @@ copies are made in an arbitrary order of copies and ranks.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -67,8 +66,15 @@ class Case:
     owners: tuple[int, ...]
     random: np.random.Generator
 
-    def plan(self, **options: Any) -> Planned:
-        return plan_switch(self.occupancy, self.target, self.owners, self.geometry, epoch=7, **options)
+    def plan(self, ahead: Mapping[int, Sequence[int]] | None = None) -> Planned:
+        """Plan the switch, with slots that were chosen ahead for some pages."""
+        chosen, nowhere = ahead or {}, [NO_SLOT] * self.geometry.ranks
+
+        def slots(pages: np.ndarray) -> np.ndarray:
+            rows = [chosen.get(page, nowhere) for page in pages.tolist()]
+            return np.array(rows, dtype=np.int32).reshape(-1, self.geometry.ranks)
+
+        return plan_switch(self.occupancy, self.target, self.owners, self.geometry, 7, slots if ahead else None)
 
     def num_written(self, index: int) -> int:
         return -(-self.occupancy.written[index] // self.geometry.page_size)

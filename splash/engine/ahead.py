@@ -12,7 +12,7 @@ share a page with one that wants it on other ranks: there it depends on all of t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -23,9 +23,19 @@ from splash.core.memory import ArenaGeometry
 from splash.core.ownership import page_holders
 from splash.core.pages import PagePool, PageTable
 from splash.core.step import NO_SLOT
+from splash.engine.claims import Claims, Pages
 from splash.engine.windows import cut_out
 from splash.switch.counts import SwitchCounts, count
-from splash.switch.manifest import Manifest, Occupancy, Planned, plan_switch, rank_copies, settle, slots_under
+from splash.switch.manifest import (
+    Manifest,
+    Occupancy,
+    Planned,
+    page_flags,
+    plan_switch,
+    rank_copies,
+    settle,
+    slots_under,
+)
 from splash.switch.orders import CopyAhead, PreparedPages
 from splash.switch.placement import Flags, Slots, page_numbers
 from splash.switch.prepared import chain
@@ -79,9 +89,7 @@ class AheadCopies:
         self._geometry = geometry
         self._pool = pool
         self._layers = layers
-        # By page, as the occupancy numbers them, and rank: what is copied there is right whoever claims the page.
-        self._slots: dict[int, tuple[int, ...]] = {}  # slot claimed on each rank, NO_SLOT where none is
-        self._covered: dict[int, tuple[int, ...]] = {}  # positions copied to it
+        self._claims = Claims(geometry.ranks)
         self._weights: list[tuple[int, int, int, int]] | None = None  # (rank, head group, peer, layer) still to copy
         self._under: list[list[int]] = [[] for _ in range(geometry.ranks)]  # slots claimed under weights, by rank
         self._groups: tuple[tuple[tuple[int, int], ...], ...] = ()  # of weights to fetch, by rank, with their peers
@@ -93,8 +101,8 @@ class AheadCopies:
         # By rank and slot, how many requests have a prepared page that lies there, or will.
         self._lies, self._will_lie = np.zeros((2, geometry.ranks, geometry.num_slots), dtype=np.int32)
         self._known: frozenset[PageTable] = frozenset()  # those of the last occupancy
-        # Slots that nobody wants any more, by order. Copies to them may run until the second order after that.
-        self._given_up: deque[list[tuple[int, ...]]] = deque([[]])
+        # By order and rank, slots that nobody wants any more. Copies to them may run until the second order after that.
+        self._given_up: deque[list[Pages]] = deque([self._none()])
         self.kv_bytes = [0] * geometry.ranks
         self.weight_bytes = [0] * geometry.ranks
 
@@ -142,14 +150,9 @@ class AheadCopies:
         return count(manifest, self._geometry, (before, after))
 
     def _plan(self, rest: Occupancy, owners: Sequence[int], epoch: int) -> Planned:
-        assert rest.pages is not None
-        ids = rest.page_c().tolist() if self._slots else []
-        chosen = {page: self._slots[page] for page in ids if page in self._slots}
-        planned = plan_switch(rest, self._target, owners, self._geometry, epoch, chosen)
+        planned = plan_switch(rest, self._target, owners, self._geometry, epoch, self._claims.slots)
         manifest, ranks = planned.manifest, self._geometry.ranks
-        nothing = [0] * ranks
-        covered = [self._covered.get(page, nothing) for page in planned.pages.tolist()]
-        settled = np.array(covered, dtype=np.int16).reshape(-1, ranks)
+        settled = self._claims.copied(planned.pages)
         settled[manifest.target_pT() == NO_SLOT] = 0
         pending = {rank for rank, _, _, _ in self._weights} if self._weights is not None else range(ranks)
         weights_settled = [rank not in pending for rank in range(ranks)]
@@ -223,12 +226,9 @@ class AheadCopies:
         if not self._prepared and not is_window:
             return None
         lies, will_lie = self._lies > 0, self._will_lie > 0
-        ids = rest.page_c()
         if is_window:
             lies |= ~np.stack(self._pool.free_flags(self._geometry.num_slots))
-            claimed = [c for c, page in enumerate(ids.tolist()) if page in self._slots]
-            slots_cT = np.array([self._slots[page] for page in ids[claimed].tolist()], dtype=np.int32)
-            slots_cT = np.where(wanted_cT[claimed], slots_cT.reshape(-1, self._geometry.ranks), NO_SLOT)
+            slots_cT = np.where(wanted_cT, self._claims.slots(rest.page_c()), NO_SLOT)
             for rank, slots in enumerate(slots_cT.T):
                 lies[rank, slots[slots != NO_SLOT]] = False
         # A page that is prepared for one request and in the rest for another has one slot for both.
@@ -249,10 +249,11 @@ class AheadCopies:
         known, self._known = self._known, frozenset(occupancy.tables)  # cached pages are in a new table each time
         if known <= self._known:
             return
-        gone = self._slots.keys() - {page for pages in occupancy.pages for page in pages}
-        self._given_up[-1] += [self._slots.pop(page) for page in gone]
-        for page in gone:
-            del self._covered[page]
+        given_up = self._claims.keep({page for pages in occupancy.pages for page in pages})
+        self._given_up[-1] = [np.concatenate(own) for own in zip(self._given_up[-1], given_up, strict=True)]
+
+    def _none(self) -> list[Pages]:
+        return [np.empty(0, dtype=np.int64) for _ in range(self._geometry.ranks)]
 
     def _forget(self, request: int) -> None:
         self._count_slots(self._prepared.pop(request), slice(None), -1)
@@ -277,10 +278,9 @@ class AheadCopies:
         self._moves_pages = moves_pages
         reserved = manifest.source_pT()
         for rank, weights in enumerate(wanted):
-            under = set(slots_under(self._geometry, [group for group, _ in weights]).tolist())
-            usable = set(self._geometry.page_slots(self._pool.layout, rank).tolist())
-            self._under[rank] = sorted(under & usable)
-            assert not under & set(reserved[:, rank].tolist())
+            under = slots_under(self._geometry, [group for group, _ in weights])
+            self._under[rank] = under[page_flags(self._geometry, self._pool.layout, rank)[under]].tolist()
+            assert not np.isin(reserved[:, rank], under).any()
         if not self._pool.are_free(self._under):
             self._under = [[] for _ in self._under]
             return "pages are reserved where weights have to come"
@@ -319,9 +319,9 @@ class AheadCopies:
         """
         ranks, size = self._geometry.ranks, self._geometry.page_size
         self._give_up_stale(occupancy, owners)
-        self._given_up.append([])
+        self._given_up.append(self._none())
         if len(self._given_up) > KEPT_BACK:
-            self._pool.free(_by_rank(self._given_up.popleft(), ranks))
+            self._pool.free(self._given_up.popleft())
         layer_token = self._geometry.kv.token_bytes * self._layers
         window = MANY_PAGES
         if self._moves_pages:  # then so many fill a step on every rank
@@ -335,12 +335,10 @@ class AheadCopies:
         ) - sum(len(own.target) for own in self._prepared.values())
         manifest = planned.manifest
         copies = [rank_copies(manifest, self._geometry, rank) for rank in range(ranks)]
-        pages, after = planned.pages.tolist(), manifest.target_pT()
-        before, filled = manifest.source_pT(), manifest.filled_p(size)
+        before, after, filled = manifest.source_pT(), manifest.target_pT(), manifest.filled_p(size)
         peers, settled = manifest.peers_pT(), manifest.settled_pT()
         todo = (after != NO_SLOT) & (after != before) & (settled < filled[:, None])
-        nothing = [NO_SLOT] * ranks
-        claimed = np.array([self._slots.get(page, nothing) for page in pages], dtype=np.int32).reshape(-1, ranks)
+        claimed = self._claims.slots(planned.pages)
         unclaimed = todo & (claimed == NO_SLOT)
         if any(own.num_staged for own in copies) or not self._pool.are_free(
             [after[unclaimed[:, rank], rank].tolist() for rank in range(ranks)]
@@ -370,13 +368,7 @@ class AheadCopies:
         self._pool.claim([after[todo[:, rank] & unclaimed[:, rank], rank].tolist() for rank in range(ranks)])
         settled = np.where(todo, filled[:, None], settled)
         rows = np.flatnonzero(todo.any(axis=1))
-        for row, slots, copied in zip(
-            rows.tolist(), np.where(todo, after, claimed)[rows].tolist(), np.where(todo, settled, 0)[rows].tolist(),
-            strict=True,
-        ):  # fmt: skip
-            page = pages[row]
-            self._slots[page] = tuple(slots)
-            self._covered[page] = tuple(map(max, copied, self._covered.get(page, nothing)))
+        self._claims.put(planned.pages[rows], np.where(todo, after, claimed)[rows], np.where(todo, settled, 0)[rows])
         there_pT = (after == NO_SLOT) | (after == before) | (settled >= size)
         now = zip(occupancy.requests, occupancy.tables, owners, strict=True)
         mine = [own for own in now if own[0] >= 0]
@@ -437,22 +429,11 @@ class AheadCopies:
 
     def abandon(self) -> None:
         """Give every claimed slot back to the pool."""
-        for slots in (self._slots.values(), *self._given_up):
-            self._pool.free(_by_rank(slots, self._geometry.ranks))
+        for slots in (self._claims.clear(), *self._given_up):
+            self._pool.free(slots)
         self._pool.free(self._under)
-        self._given_up = deque([[]])
-        self._slots.clear()
-        self._covered.clear()
+        self._given_up = deque([self._none()])
         self._under = [[] for _ in self._under]
-
-
-def _by_rank(pages: Iterable[Sequence[int]], ranks: int) -> list[list[int]]:
-    by_rank: list[list[int]] = [[] for _ in range(ranks)]
-    for page in pages:
-        for rank, slot in enumerate(page):
-            if slot != NO_SLOT:
-                by_rank[rank].append(slot)
-    return by_rank
 
 
 def _most(slots: Slots, which: npt.NDArray[np.intp], num_pages: int) -> Slots:

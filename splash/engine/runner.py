@@ -305,7 +305,7 @@ class ModelRunner:
             if self._coming.switch != order.switch:
                 self._coming, self._stream = Preparation(order.switch, self._group.size), None
             self._coming.add(order.prepared, self._tables)
-            if self._group.copies.is_queued:
+            if self._group.copies.is_queued and order.copies_anything:
                 self._copying.add(order.switch, self._group.copies.begin(work))
             else:
                 work()

@@ -82,8 +82,15 @@ def page_room(geometry: ArenaGeometry, layout: Layout) -> list[int]:
 
 def check_room(occupancy: Occupancy, target: Layout, owners: Sequence[int], geometry: ArenaGeometry) -> None:
     """Raise `CapacityError` where all claims together need more pages than a rank has room for."""
+    rooms, holders = (
+        page_room(geometry, target),
+        [HolderTable(target, owner, geometry.ranks) for owner in range(geometry.ranks)],
+    )
+    needs = [holders[owner].needs(0, len(table)) for owner, table in zip(owners, occupancy.tables, strict=True)]
+    if all(sum(own) <= room for own, room in zip(zip(*needs, strict=True), rooms, strict=False)):
+        return  # even if no two claims were on one page
     wanted = occupancy.pages_wanted(target, owners, geometry.ranks)
-    for rank, (num_wanted, room) in enumerate(zip(wanted, page_room(geometry, target), strict=True)):
+    for rank, (num_wanted, room) in enumerate(zip(wanted, rooms, strict=True)):
         check_fits(target, rank, num_wanted, room)
 
 

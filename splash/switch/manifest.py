@@ -23,7 +23,7 @@ Shape suffixes: c claims of all requests, p pages (in a manifest, only those tha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -322,7 +322,7 @@ def plan_switch(
     owners: Sequence[int],
     geometry: ArenaGeometry,
     epoch: int,
-    ahead: Mapping[int, Sequence[int]] | None = None,
+    ahead: Callable[[npt.NDArray[np.int64]], Slots] | None = None,
 ) -> Planned:
     """Plan a switch to `target` with new `owners`, one a request.
 
@@ -336,8 +336,8 @@ def plan_switch(
         owners: the owner wanted, one a request.
         geometry: the arenas.
         epoch: of the source state.
-        ahead: page -> T slots chosen for it by a copy ahead of the commit, NO_SLOT where none. They must be free in the
-            source state.
+        ahead: for pages [p] the slots [p, T] that were chosen for them by a copy ahead of the commit, NO_SLOT where
+            none was. They must be free in the source state.
 
     Raises:
         CapacityError: the live requests do not fit in the target layout; the message has the numbers.
@@ -363,7 +363,7 @@ def plan_switch(
     weights = diff_blocks(old.weight_holders, new.weight_holders)
     pages = diff_blocks(old.page_holders.take(rows, axis=0), new.page_holders.take(rows, axis=0))
     source_slots = before_pT.take(rows, axis=0)
-    ahead_rows, ahead_nT = _chosen_ahead(page_ids, ranks, ahead or {})
+    chosen_pT = np.full_like(before_pT, NO_SLOT) if ahead is None else ahead(page_ids)
     after_pT = np.empty_like(before_pT)
     withheld, abandonable = [], True
     for rank in range(ranks):
@@ -375,10 +375,10 @@ def plan_switch(
         check_fits(
             target, rank, int(np.count_nonzero(wanted) + np.count_nonzero(will_lie)), int(np.count_nonzero(usable))
         )
-        before, after = before_pT[:, rank].astype(np.int64), np.full(len(page_ids), NO_SLOT, dtype=np.int64)
+        before = before_pT[:, rank].astype(np.int64)
+        after = np.where(wanted, chosen_pT[:, rank], NO_SLOT).astype(np.int64)
         source = np.full(len(page_ids), ranks, dtype=np.int16)
         source[rows] = pages.fetch_source[:, rank]
-        after[ahead_rows] = np.where(wanted[ahead_rows], ahead_nT[:, rank], NO_SLOT)
         occupied, alive = living(source_slots[:, rank], page_flags(geometry, occupancy.layout, rank))
         occupied, alive, usable = occupied | lies, alive | lies | will_lie, usable & ~will_lie
         idle = slot_flags(occupancy.idle[rank] if occupancy.idle else before[:0], geometry.num_slots)
@@ -444,16 +444,6 @@ def _in_order(page_c: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt
     place = np.empty(len(pages), dtype=np.int64)
     place[order] = np.arange(len(pages))
     return pages[order], place[which]
-
-
-def _chosen_ahead(
-    page_ids: npt.NDArray[np.int64], ranks: int, ahead: Mapping[int, Sequence[int]]
-) -> tuple[npt.NDArray[np.int64], Slots]:
-    """The rows [n] of pages with slots chosen, and these [n, T]."""
-    row_of = {page: row for row, page in enumerate(page_ids.tolist())} if ahead else {}
-    assert ahead.keys() <= row_of.keys(), "slots were chosen for a page that is not there"
-    rows = np.array([row_of[page] for page in ahead], dtype=np.int64)
-    return rows, np.array(list(ahead.values()), dtype=np.int32).reshape(-1, ranks)
 
 
 def settle(

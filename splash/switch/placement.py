@@ -67,7 +67,7 @@ def place(
     tiers = (unused & above, unused & ~above, free & ~in_use & idle, free & in_use & ~alive, free & alive)
     for candidates in tiers:
         if len(homeless):
-            slots = _longest_runs_first(candidates)[: len(homeless)]
+            slots = _longest_runs_first(candidates, len(homeless))
             after[homeless[: len(slots)]] = slots
             free[slots] = False
             homeless = homeless[len(slots) :]
@@ -76,10 +76,12 @@ def place(
     return np.flatnonzero(free & in_use), overwrites
 
 
-def _longest_runs_first(flags: Flags) -> npt.NDArray[np.intp]:
-    """The indices where `flags` is set: run by run, the longest first, each in ascending order."""
+def _longest_runs_first(flags: Flags, most: int) -> npt.NDArray[np.intp]:
+    """The first `most` indices where `flags` is set: run by run, the longest first, each in ascending order."""
     edges = np.flatnonzero(np.diff(flags, prepend=False, append=False))
     starts, lengths = edges[::2], edges[1::2] - edges[::2]
     order = np.argsort(-lengths, kind="stable")
-    starts, lengths = starts[order], lengths[order]
-    return np.repeat(starts, lengths) + page_numbers(lengths)
+    enough = order[: int(np.searchsorted(np.cumsum(lengths[order]), most)) + 1]
+    starts, lengths = starts[enough], lengths[enough]
+    indices: npt.NDArray[np.intp] = np.repeat(starts, lengths) + page_numbers(lengths)
+    return indices[:most]

@@ -19,7 +19,7 @@ CHUNK_BYTES = 64 << 10  # a program's unit of work in words; a quarter of that i
 _WARPS = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_regions", "num_chunks"])
 def copy_chunks_kernel(regions_ptr, num_regions, chunks_ptr, num_chunks, BLOCK: tl.constexpr, WORDS: tl.constexpr):
     """Chunks (to, from, length) in every pair of regions, whose addresses (target, source) are in `regions_ptr`.
 
