@@ -256,9 +256,11 @@ class HeldPages:
         self.counts = [0] * ranks
         self.last: list[int | None] = [None] * ranks
         if len(self.table):
-            on_rank = [self.table.slots_on(rank) for rank in range(ranks)]
-            self.counts = [len(slots) for slots in on_rank]
-            self.last = [int(slots[-1]) if len(slots) else None for slots in on_rank]
+            slots_cT = self.table.slots_cT
+            is_held = slots_cT != NO_SLOT
+            self.counts = np.count_nonzero(is_held, axis=0).tolist()
+            last_T = len(slots_cT) - 1 - is_held[::-1].argmax(axis=0)
+            self.last = [int(slots_cT[at, rank]) if self.counts[rank] else None for rank, at in enumerate(last_T)]
 
     def __len__(self) -> int:
         return len(self.table)
@@ -280,7 +282,7 @@ class PagePool:
         layout: Layout,
         slots: Sequence[np.ndarray],
         resident: Iterable[HeldPages] = (),
-        withheld: Sequence[Sequence[int]] = (),
+        withheld: Sequence[Sequence[int] | np.ndarray] = (),
         border: int = 0,
     ) -> None:
         self.layout = layout
@@ -304,7 +306,7 @@ class PagePool:
         geometry: ArenaGeometry,
         layout: Layout,
         resident: Iterable[HeldPages] = (),
-        withheld: Sequence[Sequence[int]] = (),
+        withheld: Sequence[Sequence[int] | np.ndarray] = (),
     ) -> Self:
         """The pool of a group whose arenas have this geometry."""
         slots = [geometry.page_slots(layout, rank) for rank in range(geometry.ranks)]
@@ -409,12 +411,13 @@ class PagePool:
 def _slots_in_use(residents: Sequence[HeldPages], ranks: int) -> list[np.ndarray]:
     """By rank, int64, the slots of all pages. Requests that share a page name it alike, and its slot is there once."""
     in_use = []
-    for rank in range(ranks):
-        slots = [held.table.slots_on(rank) for held in residents]
-        taken = np.concatenate([np.empty(0, dtype=np.int64), *slots])
+    slots_cT = np.concatenate([np.empty((0, ranks), dtype=np.int32), *(held.table.slots_cT for held in residents)])
+    for own in slots_cT.T:
+        is_held = own != NO_SLOT
+        taken = own[is_held].astype(np.int64)
         if len(taken) and np.bincount(taken).max() > 1:
-            ids = [np.array(held.ids, dtype=np.int64)[held.table.slots_cT[:, rank] != NO_SLOT] for held in residents]
-            taken = np.unique(np.stack((taken, np.concatenate(ids)), axis=1), axis=0)[:, 0]
+            ids = np.concatenate([np.array(held.ids, dtype=np.int64) for held in residents])[is_held]
+            taken = np.unique(np.stack((taken, ids), axis=1), axis=0)[:, 0]
         in_use.append(taken)
     return in_use
 

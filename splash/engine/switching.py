@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -24,6 +23,7 @@ from splash.core.errors import CapacityError, ConfigError
 from splash.core.layout import KV, Layout, Projections, check_layout
 from splash.core.memory import ArenaGeometry
 from splash.core.step import StepPlan
+from splash.engine.active import ActiveSwitch
 from splash.engine.ahead import AheadCopies
 from splash.engine.messages import Run
 from splash.engine.target import (
@@ -37,8 +37,7 @@ from splash.engine.target import (
     with_chains,
 )
 from splash.scheduler.owners import balance_owners
-from splash.scheduler.prefix_cache import Chain, PrefixCache
-from splash.scheduler.request import Rebase
+from splash.scheduler.prefix_cache import PrefixCache
 from splash.scheduler.scheduler import Scheduler
 from splash.switch.checks import validate
 from splash.switch.counts import count
@@ -56,27 +55,6 @@ from splash.switch.orders import (
 from splash.switch.prepared import last_pages
 
 HISTORY = 1000
-
-
-@dataclass(eq=False)
-class _Active:
-    """The switch under way."""
-
-    record: SwitchRecord
-    target: Layout
-    rebalance: bool
-    done: Callable[[SwitchRecord], None]
-    owners: dict[int, int] = field(default_factory=dict)  # chosen so far, where the switch chooses them
-    may_copy_ahead: bool = True
-    takes_cache: bool = True  # whether idle pages of the cache are taken along
-    chains: tuple[Chain, ...] = ()  # that the last plan takes along
-    ahead: AheadCopies | None = None
-    commit_next: bool = False  # with a manifest, at a boundary
-    before: Rebase | None = None
-    planned: Planned | None = None  # what commits
-    is_prepared: bool = False  # whether what commits is what the ranks vote on
-    told: int | None = None  # its digest, until it is sent
-    asked_at: float = 0.0
 
 
 class Switcher:
@@ -112,8 +90,8 @@ class Switcher:
         self._geometry = geometry
         self._staging_bytes = staging_bytes
         self.step_bytes = step_bytes
-        self._active: _Active | None = None
-        self._queued: _Active | None = None  # asked for while another was committing
+        self._active: ActiveSwitch | None = None
+        self._queued: ActiveSwitch | None = None  # asked for while another was committing
         self._num_switches = 0
         self.layout = scheduler.pool.layout
         self.history: deque[SwitchRecord] = deque(maxlen=HISTORY)
@@ -151,7 +129,7 @@ class Switcher:
         record = SwitchRecord(
             id=self._num_switches, source=self.layout.name, target=target.name, asked=method, decision=decision
         )
-        active = _Active(record, target, rebalance, done, asked_at=self._clock())
+        active = ActiveSwitch(record, target, rebalance, done, asked_at=self._clock())
         reason = f"by switch {record.id}, to {target}"
         if self.committing:
             if self._queued is not None:
@@ -163,7 +141,7 @@ class Switcher:
         self._begin(active)
         return record
 
-    def _begin(self, active: _Active) -> None:
+    def _begin(self, active: ActiveSwitch) -> None:
         active.record.source = self.layout.name
         self._active = active
         if active.target == self.layout and not active.rebalance:
@@ -217,15 +195,15 @@ class Switcher:
             return None
         return Run(plan, copying=active.record.id if active is not None and active.ahead is not None else 0)
 
-    def _is_due(self, active: _Active) -> bool:
+    def _is_due(self, active: ActiveSwitch) -> bool:
         """Whether nothing is left to do but to commit with a manifest."""
         return active.commit_next or not self._scheduler.running or not self._may_copy_ahead(active)
 
-    def _may_copy_ahead(self, active: _Active) -> bool:
+    def _may_copy_ahead(self, active: ActiveSwitch) -> bool:
         asked = active.record.asked
         return active.may_copy_ahead and (asked in ("auto", "precopy") or (asked == "layerwise" and self._streams))
 
-    def _owners(self, active: _Active, occupancy: Occupancy) -> tuple[int, ...]:
+    def _owners(self, active: ActiveSwitch, occupancy: Occupancy) -> tuple[int, ...]:
         """Owners after the switch: the same where pages are with their owner already, else balanced anew."""
         if not active.rebalance and (self.layout.kv is KV.REQUEST or active.target.kv is not KV.REQUEST):
             return occupancy.owners
@@ -236,7 +214,7 @@ class Switcher:
         active.owners = dict(zip(occupancy.requests, owners, strict=True))
         return tuple(owners)
 
-    def _moved(self, active: _Active) -> tuple[Moved, Moved]:
+    def _moved(self, active: ActiveSwitch) -> tuple[Moved, Moved]:
         """What moves, and the same without idle pages of the cache."""
         occupancy = running_pages(self._scheduler, active.target)
         alone = Moved(occupancy, self._owners(active, occupancy), ())
@@ -244,7 +222,7 @@ class Switcher:
             return alone, alone
         return with_chains(self._scheduler.pool, self._geometry, active.target, occupancy, alone.owners), alone
 
-    def _plan(self, active: _Active) -> Planned:
+    def _plan(self, active: ActiveSwitch) -> Planned:
         """Plan the commit."""
         started, epoch = self._clock(), self._scheduler.epoch
         planned = self._plan_by(
@@ -258,7 +236,7 @@ class Switcher:
         active.record.planning_ms = (self._clock() - started) * 1e3
         return planned
 
-    def _plan_by(self, active: _Active, plan: Callable[[Occupancy, tuple[int, ...]], Planned]) -> Planned:
+    def _plan_by(self, active: ActiveSwitch, plan: Callable[[Occupancy, tuple[int, ...]], Planned]) -> Planned:
         """Plan what is to move now, without the idle pages of the cache where they would be in the way."""
         moved, alone = self._moved(active)
         try:
@@ -274,7 +252,7 @@ class Switcher:
         active.chains = moved.chains
         return planned
 
-    def _wait(self, active: _Active, reason: str) -> None:
+    def _wait(self, active: ActiveSwitch, reason: str) -> None:
         """Let running requests end, and none begin, until the switch fits. What was copied ahead is given up."""
         if active.ahead is not None:
             active.ahead.abandon()
@@ -301,7 +279,7 @@ class Switcher:
             self._begin_ahead(active)
         return None
 
-    def _begin_ahead(self, active: _Active) -> None:
+    def _begin_ahead(self, active: ActiveSwitch) -> None:
         """See whether the switch can be copied ahead now. Where it cannot, it is due at the next boundary."""
         record = active.record
         if reason := never_fits(self._scheduler, self._geometry, active.target):
@@ -327,7 +305,7 @@ class Switcher:
         self._scheduler.holds_admission = False
         active.ahead = ahead
 
-    def _copy_ahead(self, active: _Active, ahead: AheadCopies, plan: StepPlan) -> CopyAhead | None:
+    def _copy_ahead(self, active: ActiveSwitch, ahead: AheadCopies, plan: StepPlan) -> CopyAhead | None:
         """What to copy behind the step of `plan`. Where that is the last of it, the ranks are asked for their votes."""
         moved, _ = self._moved(active)
         before = {query.request: query.start for query in plan.queries}
@@ -347,7 +325,7 @@ class Switcher:
         rest = self._go_over(active, ahead)
         return order if rest is None else msgspec.structs.replace(order, rest=rest, streamed=ahead.streamed)
 
-    def _go_over(self, active: _Active, ahead: AheadCopies) -> tuple[PreparedPages, ...] | None:
+    def _go_over(self, active: ActiveSwitch, ahead: AheadCopies) -> tuple[PreparedPages, ...] | None:
         """Go over to the target state in the books, once the order on its way has been carried out.
 
         Returns:
@@ -369,7 +347,7 @@ class Switcher:
         self._rebase(active, planned)
         return rest
 
-    def _rebase(self, active: _Active, planned: Planned) -> None:
+    def _rebase(self, active: ActiveSwitch, planned: Planned) -> None:
         after = pages_after(self._scheduler, self._geometry, active.target, planned, active.chains)
         active.planned, active.before = planned, self._scheduler.rebase(*after)
         active.record.status = "committing"
@@ -388,14 +366,14 @@ class Switcher:
                 self._end("failed", f"rank {vote.rank} {error}")
                 return
 
-    def _commit_prepared(self, active: _Active) -> Run:
+    def _commit_prepared(self, active: ActiveSwitch) -> Run:
         """The first step in the target state. From here on the switch is committed, whatever becomes of the ranks."""
         assert active.told is not None
         commit, active.told = PreparedCommit(active.record.id, active.told), None
         self.layout = active.target
         return Run(self._scheduler.schedule() or self._scheduler.schedule_empty(), commit=commit)
 
-    def _commit(self, active: _Active) -> Run | None:
+    def _commit(self, active: ActiveSwitch) -> Run | None:
         """Plan the first step in the target state, with a manifest. None, with the switch ended, where it does not fit
         any more."""
         record = active.record
@@ -421,7 +399,7 @@ class Switcher:
         plan = self._scheduler.schedule() or self._scheduler.schedule_empty()
         return Run(plan, switch=SwitchOrder(record.id, planned.manifest, layerwise=record.method == "layerwise"))
 
-    def _describe(self, active: _Active) -> None:
+    def _describe(self, active: ActiveSwitch) -> None:
         """Say in the record what the committing step does."""
         record, planned = active.record, active.planned
         if planned is None or record.pages_kept:
@@ -477,7 +455,7 @@ class Switcher:
             self._scheduler.retract(before)
         self._end("failed", reason)
 
-    def _recompute(self, active: _Active) -> None:
+    def _recompute(self, active: ActiveSwitch) -> None:
         """The cache is lost. Go on in a layout whose weights are sure to be whole, and compute all requests again."""
         self._scheduler.preempt_all()
         if self.layout.projections is Projections.REPLICATED and active.target.projections is Projections.SHARDED:
@@ -497,7 +475,7 @@ class Switcher:
             queued, self._queued = self._queued, None
             self._begin(queued)
 
-    def _close(self, active: _Active, status: str, reason: str) -> None:
+    def _close(self, active: ActiveSwitch, status: str, reason: str) -> None:
         active.record.status, active.record.reason = status, reason
         self.history.append(active.record)
         self.on_end(active.record, self._clock() - active.asked_at)

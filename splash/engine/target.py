@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from splash.core.layout import Layout
 from splash.core.memory import ArenaGeometry
 from splash.core.pages import HeldPages, HolderTable, PageTable
 from splash.core.step import NO_SLOT
-from splash.scheduler.prefix_cache import MOST_TAKEN_ALONG, Chain, PrefixCache
+from splash.scheduler.prefix_cache import MOST_TAKEN_ALONG, CachedPage, Chain, PrefixCache
 from splash.scheduler.scheduler import Scheduler
 from splash.switch.manifest import Occupancy, Planned, check_fits, page_flags, rank_copies
 
@@ -135,18 +137,19 @@ def pages_after(
         for id, owner in zip(manifest.requests, manifest.owners, strict=True)
         if id >= 0
     }
-    along = [(chain, planned.tables[-1 - number]) for number, chain in enumerate(chains)]
-    usable = [page_flags(geometry, target, rank) for rank in range(geometry.ranks)]
-    for rank, flags in enumerate(usable):
-        for table in (*(pages.table.slots_cT for pages in held.values()), *(table for _, table in along)):
-            flags[table[table[:, rank] != NO_SLOT, rank]] = False
-    owners = [(before[id], pages.owner) for id, pages in held.items()]
-    survivors = cache.survivors(target, owners, usable, cache.arrived(target, along))
-    withheld = [slots.tolist() for slots in planned.withheld]
-    for page in survivors:
-        for rank, slot in enumerate(page.slots):
-            if slot != NO_SLOT:
-                withheld[rank].append(slot)
+    survivors: list[CachedPage] = []
+    if any(cache.num_idle):
+        along = [(chain, planned.tables[-1 - number]) for number, chain in enumerate(chains)]
+        usable = [page_flags(geometry, target, rank) for rank in range(geometry.ranks)]
+        for rank, flags in enumerate(usable):
+            for table in (*(pages.table.slots_cT for pages in held.values()), *(table for _, table in along)):
+                flags[table[table[:, rank] != NO_SLOT, rank]] = False
+        owners = [(before[id], pages.owner) for id, pages in held.items()]
+        survivors = cache.survivors(target, owners, usable, cache.arrived(target, along))
+    kept = np.array([page.slots for page in survivors], dtype=np.int64).reshape(-1, geometry.ranks)
+    withheld = [
+        np.concatenate((slots, own[own != NO_SLOT])) for slots, own in zip(planned.withheld, kept.T, strict=True)
+    ]
     pool = PrefixCache.of_geometry(geometry, target, held.values(), withheld)
     pool.inherit(cache, [(before[id], pages) for id, pages in held.items()], survivors)
     return pool, held

@@ -89,7 +89,7 @@ class PrefixCache(PagePool):
         layout: Layout,
         slots: Sequence[np.ndarray],
         resident: Iterable[HeldPages] = (),
-        withheld: Sequence[Sequence[int]] = (),
+        withheld: Sequence[Sequence[int] | np.ndarray] = (),
         border: int = 0,
     ) -> None:
         super().__init__(layout, slots, resident, withheld, border)

@@ -209,9 +209,8 @@ class Scheduler:
 
     def apply(self, output: StepOutput) -> list[Progress]:
         """Take in what the step in flight brought: one `Progress` for each token of a request that is still live."""
-        first = [(step.plan.step, step.plan.epoch) for step in self._in_flight][:1]
-        assert first == [(output.step, output.epoch)], "not the step in flight"
         step = self._in_flight[0]
+        assert (step.plan.step, step.plan.epoch) == (output.step, output.epoch), "not the step in flight"
         assert output.requests == tuple([query.request for query in step.plan.queries if query.sample])
         if not step.is_foreseen:
             self.foresee()
@@ -258,14 +257,14 @@ class Scheduler:
     def rebase(self, pool: PrefixCache, held: Mapping[int, HeldPages]) -> Rebase:
         """Go on in another layout, or with other owners, from the next step on.
 
-        Steps in flight may be those of a switch that was prepared: they end in the state before.
+        Steps in flight end in the state before.
 
         Args:
             pool: the pages of the target state.
             held: the pages of every running request there, as many as it has now.
 
         Returns:
-            what `retract` needs to go back, should the next step fail, or `go_back` before there is one.
+            what it takes to go back: with `retract` should the next step fail, with `go_back` before there is one.
         """
         before = Rebase(self.pool, tuple((request, request.held, request.num_computed) for request in self._running))
         self._pool_before = self.pool
@@ -488,14 +487,11 @@ class Scheduler:
         self._released.append(request.id)
         request.held = None
 
-    def _retire(self, request: Request) -> None:
-        self._release(request)
-        self._finished.append(request.id)
-
     def _retire_all(self, requests: list[Request]) -> None:
         if requests:
             for request in requests:
-                self._retire(request)
+                self._release(request)
+                self._finished.append(request.id)
             self._running = [request for request in self._running if request.held is not None]
 
 
