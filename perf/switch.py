@@ -134,7 +134,8 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, An
     return run, [summarise(direction, decode, prefill, rate, args.ranks) for direction in args.directions]
 
 
-def _directions(text: str) -> list[Direction]:
+def directions_of(text: str) -> list[Direction]:
+    """The directions of A:B,C:D and so on."""
     directions = [tuple(name.split(":")) for name in text.split(",")]
     for direction in directions:
         if len(direction) != 2 or direction[0] == direction[1] or not set(direction) <= set(LAYOUTS):
@@ -160,7 +161,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512, help="tokens of each, on average")
     parser.add_argument("--repeats", type=int, default=15, help="most rounds, each with a switch a direction and way")
     parser.add_argument("--limit-s", type=float, default=280.0, help="begin no round that would end after this time")
-    parser.add_argument("--directions", type=_directions, default=list(itertools.permutations(LAYOUTS, 2)))
+    parser.add_argument("--directions", type=directions_of, default=list(itertools.permutations(LAYOUTS, 2)))
     parser.add_argument("--prefill-chunk", type=int, default=512, help="tokens that a prefill step computes")
     parser.add_argument("--prefill-every", type=int, default=3, help="rounds between those with prefill; 0: none")
     parser.add_argument(

@@ -21,10 +21,11 @@ import numpy.typing as npt
 from splash.core.layout import Layout
 from splash.core.memory import ArenaGeometry
 from splash.core.ownership import page_holders
-from splash.core.pages import PagePool, PageTable
+from splash.core.pages import PageTable
 from splash.core.step import NO_SLOT
 from splash.engine.claims import Claims, Pages
 from splash.engine.windows import cut_out
+from splash.scheduler.prefix_cache import Heritage, PrefixCache
 from splash.switch.counts import SwitchCounts, count
 from splash.switch.manifest import (
     Manifest,
@@ -58,6 +59,7 @@ class _Prepared:
     source: PageTable
     target: PageTable
     ids: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    known: list[int] = field(default_factory=list)  # ids of those that the cache knows
 
 
 @dataclass(frozen=True)
@@ -81,15 +83,17 @@ class AheadCopies:
 
     Attributes:
         kv_bytes, weight_bytes: received by each rank of what was begun, over all layers, those streamed included.
+        heritage: what the target's pool will know of the prepared pages.
     """
 
-    def __init__(self, switch: int, target: Layout, geometry: ArenaGeometry, pool: PagePool, layers: int) -> None:
+    def __init__(self, switch: int, target: Layout, geometry: ArenaGeometry, pool: PrefixCache, layers: int) -> None:
         self._switch = switch
         self._target = target
         self._geometry = geometry
         self._pool = pool
         self._layers = layers
         self._claims = Claims(geometry.ranks)
+        self.heritage = Heritage(pool, target)
         self._weights: list[tuple[int, int, int, int]] | None = None  # (rank, head group, peer, layer) still to copy
         self._under: list[list[int]] = [[] for _ in range(geometry.ranks)]  # slots claimed under weights, by rank
         self._groups: tuple[tuple[tuple[int, int], ...], ...] = ()  # of weights to fetch, by rank, with their peers
@@ -133,6 +137,10 @@ class AheadCopies:
         """Whether a plan of `plan` finds everything in its place and overwrites nothing."""
         copies = [rank_copies(manifest, self._geometry, rank) for rank in range(self._geometry.ranks)]
         return manifest.abandonable and not any(len(own.peer) or own.weights for own in copies)
+
+    def num_prepared(self, request: int) -> int:
+        """How many of a request's first pages are prepared."""
+        return len(self._prepared[request].target) if request in self._prepared else 0
 
     def digest_with(self, rest: Sequence[PreparedPages]) -> int:
         """The digest of all that was prepared and of `rest`, which the ranks are told last."""
@@ -192,7 +200,7 @@ class AheadCopies:
     def _cut_out(
         self, occupancy: Occupancy, owners: Sequence[int], window: int | None
     ) -> tuple[Occupancy, tuple[int, ...]]:
-        begins = [len(self._prepared[id].target) if id in self._prepared else 0 for id in occupancy.requests]
+        begins = [self.num_prepared(request) for request in occupancy.requests]
         whole = [self._is_whole(request) for request in occupancy.requests]
         rest, chosen = cut_out(occupancy, begins, whole, self._geometry.page_size, self._geometry.ranks, window)
         return rest, tuple(owners[index] for index in chosen)
@@ -256,7 +264,9 @@ class AheadCopies:
         return [np.empty(0, dtype=np.int64) for _ in range(self._geometry.ranks)]
 
     def _forget(self, request: int) -> None:
-        self._count_slots(self._prepared.pop(request), slice(None), -1)
+        own = self._prepared.pop(request)
+        self.heritage.remove(own.owner, own.known)
+        self._count_slots(own, slice(None), -1)
 
     def _count_slots(self, own: _Prepared, rows: slice, times: int) -> None:
         for counts, table in ((self._lies, own.source), (self._will_lie, own.target)):
@@ -392,6 +402,7 @@ class AheadCopies:
         pages_c = manifest.pages_c()[is_request_c]
         ready_c, ids_c = is_there_p[pages_c], planned.pages[pages_c]
         before_cT, first_of = manifest.source_tables(), dict(zip(manifest.requests, manifest.first, strict=True))
+        owner_of = dict(zip(manifest.requests, manifest.source_owners, strict=True))
         prepared, start = [], 0
         for request, after_cT in manifest.target_tables().items():
             first, now = first_of[request], running[request]
@@ -404,7 +415,10 @@ class AheadCopies:
                 source, target = before_cT[start : start + num], after_cT[:num]
                 own.source.extend(source)
                 own.target.extend(target)
-                own.ids.append(ids_c[start : start + num].astype(np.int64))
+                ids = ids_c[start : start + num].astype(np.int64)
+                own.ids.append(ids)
+                slots = map(tuple, target.tolist())
+                own.known += self.heritage.add(owner_of[request], own.owner, first, ids.tolist(), slots)
                 self._count_slots(own, slice(first, first + num), 1)
                 prepared.append(PreparedPages(request, first, source.tobytes(), target.tobytes()))
             start += len(after_cT)

@@ -348,7 +348,7 @@ class Switcher:
         return rest
 
     def _rebase(self, active: ActiveSwitch, planned: Planned) -> None:
-        after = pages_after(self._scheduler, self._geometry, active.target, planned, active.chains)
+        after = pages_after(self._scheduler, self._geometry, active.target, planned, active.chains, active.ahead)
         active.planned, active.before = planned, self._scheduler.rebase(*after)
         active.record.status = "committing"
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from splash.core.layout import Layout
 from splash.core.memory import ArenaGeometry
 from splash.core.pages import HeldPages, HolderTable, PageTable
 from splash.core.step import NO_SLOT
-from splash.scheduler.prefix_cache import MOST_TAKEN_ALONG, CachedPage, Chain, PrefixCache
+from splash.engine.ahead import AheadCopies
+from splash.scheduler.prefix_cache import MOST_TAKEN_ALONG, Chain, PrefixCache
 from splash.scheduler.scheduler import Scheduler
 from splash.switch.manifest import Occupancy, Planned, check_fits, page_flags, rank_copies
 
@@ -127,7 +126,12 @@ def staging_shortage(planned: Planned, geometry: ArenaGeometry, staging_bytes: i
 
 
 def pages_after(
-    scheduler: Scheduler, geometry: ArenaGeometry, target: Layout, planned: Planned, chains: Sequence[Chain]
+    scheduler: Scheduler,
+    geometry: ArenaGeometry,
+    target: Layout,
+    planned: Planned,
+    chains: Sequence[Chain],
+    ahead: AheadCopies | None,
 ) -> tuple[PrefixCache, dict[int, HeldPages]]:
     """The pages after a switch, with all of the cache that can be kept, and those of each running request."""
     cache, manifest = scheduler.pool, planned.manifest
@@ -137,19 +141,15 @@ def pages_after(
         for id, owner in zip(manifest.requests, manifest.owners, strict=True)
         if id >= 0
     }
-    survivors: list[CachedPage] = []
+    pool = PrefixCache.of_geometry(geometry, target, held.values(), planned.withheld)
+    num_prepared = {id: 0 if ahead is None else ahead.num_prepared(id) for id in held}
+    moved = [(before[id], pages, num_prepared[id]) for id, pages in held.items()]
+    pool.inherit(cache, moved, None if ahead is None else ahead.heritage)
     if any(cache.num_idle):
         along = [(chain, planned.tables[-1 - number]) for number, chain in enumerate(chains)]
         usable = [page_flags(geometry, target, rank) for rank in range(geometry.ranks)]
         for rank, flags in enumerate(usable):
             for table in (*(pages.table.slots_cT for pages in held.values()), *(table for _, table in along)):
                 flags[table[table[:, rank] != NO_SLOT, rank]] = False
-        owners = [(before[id], pages.owner) for id, pages in held.items()]
-        survivors = cache.survivors(target, owners, usable, cache.arrived(target, along))
-    kept = np.array([page.slots for page in survivors], dtype=np.int64).reshape(-1, geometry.ranks)
-    withheld = [
-        np.concatenate((slots, own[own != NO_SLOT])) for slots, own in zip(planned.withheld, kept.T, strict=True)
-    ]
-    pool = PrefixCache.of_geometry(geometry, target, held.values(), withheld)
-    pool.inherit(cache, [(before[id], pages) for id, pages in held.items()], survivors)
+        pool.adopt(cache.survivors(pool, usable, cache.arrived(target, along)))
     return pool, held

@@ -357,78 +357,61 @@ class PrefixCache(PagePool):
         return pages
 
     def survivors(
-        self,
-        target: Layout,
-        owners: Iterable[tuple[HeldPages, int]],
-        usable: Sequence[np.ndarray],
-        taken_along: Mapping[tuple[bytes, int], CachedPage],
+        self, after: PrefixCache, usable: Sequence[np.ndarray], taken_along: Mapping[tuple[bytes, int], CachedPage]
     ) -> list[CachedPage]:
-        """The idle pages that are there after a switch, as they are in `target`, next to be evicted first.
+        """The idle pages that are there after a switch, as they are there, next to be evicted first.
 
         Those that are not taken along do not move, so each must lie where one is wanted.
 
         Args:
-            target: the layout wanted.
-            owners: the pages that each running request holds now, and its owner there.
+            after: the pool of the target, which has inherited what requests hold.
             usable: by rank, bool [slots], where those may lie that are not taken along.
             taken_along: see `arrived`.
         """
-        if not any(self._idle):
-            return []
-        by_request = target.kv is KV.REQUEST
-        there: dict[bytes, set[int]] = {b"": set(range(self.ranks if by_request else 1))}  # key -> places
-        for held, owner in owners:
-            place = self._place(held.owner)
-            for id in held.ids:
-                live = self._by_id.get((id, place))
-                if live is not None:
-                    there.setdefault(live.key, set()).add(owner if by_request else 0)
-        kept = [page for (key, place), page in taken_along.items() if place not in there.get(key, ())]
-        for page in kept:
-            there.setdefault(page.key, set()).add(page.place)
-        holders = [HolderTable(target, owner, self.ranks) for owner in range(self.ranks)]
+        live, places = after._by_key, range(self.ranks if after.layout.kv is KV.REQUEST else 1)
+        kept = [page for at, page in taken_along.items() if at not in live]
+        there = {(page.key, page.place) for page in kept}
+        holders = [HolderTable(after.layout, owner, self.ranks) for owner in range(self.ranks)]
         idle = [page for queue in self._idle for page in queue.values()]
         along = {key for key, _ in taken_along}
         for page in sorted((page for page in idle if page.key not in along), key=lambda page: page.number):
             # Without the page before it, it would never be found. First pages are dealt out over the places.
-            known = there.get(page.key, set())
-            places = [place for place in there.get(page.parent, ()) if place not in known]
             for place in sorted(places, key=lambda place: (place - page.key[0]) % self.ranks):
+                before, at = (page.parent, place), (page.key, place)
+                if at in live or at in there or (page.parent and before not in live and before not in there):
+                    continue
                 wanted = holders[place].of(page.number)
                 if all(page.slots[rank] != NO_SLOT and usable[rank][page.slots[rank]] for rank in wanted):
                     slots = tuple(slot if rank in wanted else NO_SLOT for rank, slot in enumerate(page.slots))
                     kept.append(CachedPage(page.key, page.parent, page.number, page.id, place, slots, 0, page.released))
-                    there.setdefault(page.key, set()).add(place)
+                    there.add(at)
                     break
         return sorted(kept, key=lambda page: page.released)
 
     def inherit(
         self,
         before: PrefixCache,
-        moved: Iterable[tuple[HeldPages, HeldPages]],
-        survivors: Sequence[CachedPage],
+        moved: Iterable[tuple[HeldPages, HeldPages, int]],
+        heritage: Heritage | None = None,
     ) -> None:
-        """Know what another pool knew, after a switch.
+        """Know of what requests hold what another pool knew, after a switch.
 
         Args:
             before: the other pool.
-            moved: what each running request holds there, and what it holds here.
-            survivors: idle pages, which this pool has withheld.
+            moved: what each running request holds there, what it holds here, and how many of its first pages are in
+                the heritage.
+            heritage: what was taken over ahead of the switch. It is this pool's own from now on.
         """
         self._next_id, self._clock = max(self._next_id, before._next_id), before._clock
         self._releases, self._waits = before._releases, before._waits
-        for old, new in moved if before._by_id else ():
-            place, old_place = self._place(new.owner), before._place(old.owner)
-            for number, id in enumerate(new.ids):
-                known = before._by_id.get((id, old_place))
-                if known is None:
-                    continue
-                page = self._by_id.get((id, place))
-                if page is None:
-                    (slots,) = new.table.rows(number, number + 1)
-                    page = CachedPage(known.key, known.parent, number, id, place, slots)
-                    self._add(page)
-                page.refs += 1
+        heritage = heritage or Heritage(before, self.layout)
+        for old, new, first in moved:
+            heritage.add(old.owner, new.owner, first, new.ids[first:], new.table.rows(first, len(new)))
+        self._by_key, self._by_id = heritage.by_key, heritage.by_id
+
+    def adopt(self, survivors: Sequence[CachedPage]) -> None:
+        """Take in idle pages of another pool that lie in free slots of this one."""
+        super().claim([[page.slots[rank] for page in survivors if rank in page.ranks] for rank in range(self.ranks)])
         for page in survivors:
             self._add(page)
             self._become_idle(page)
@@ -441,3 +424,60 @@ class PrefixCache(PagePool):
                 slot != NO_SLOT and (page.key, rank, slot) not in known for rank, slot in enumerate(page.slots)
             )
         )
+
+
+class Heritage:
+    """What the pool of a target layout will know of pages that requests hold, taken over bit by bit.
+
+    A page of a running request is known from when it is full, and its content never changes. So what the pool that
+    serves knows of it can be taken over as soon as it is known where the page will lie.
+
+    Attributes:
+        by_key, by_id: the pages by (key, place) and (id, place).
+    """
+
+    def __init__(self, before: PrefixCache, target: Layout) -> None:
+        """Take over from `before` for a pool of the layout `target`."""
+        self._before = before
+        self._by_request = target.kv is KV.REQUEST
+        self.by_key: dict[tuple[bytes, int], CachedPage] = {}
+        self.by_id: dict[tuple[int, int], CachedPage] = {}
+
+    def add(
+        self, old_owner: int, owner: int, first: int, ids: Sequence[int], slots: Iterable[tuple[int, ...]]
+    ) -> list[int]:
+        """Take over pages of a request.
+
+        Args:
+            old_owner, owner: of the request, before and after.
+            first: the number of the first page.
+            ids: of the pages.
+            slots: of each page in the target, T each.
+
+        Returns:
+            the ids of those that are known.
+        """
+        known_of = self._before._by_id
+        if not known_of:
+            return []
+        old_place, place, known = self._before._place(old_owner), owner if self._by_request else 0, []
+        for number, (id, own) in enumerate(zip(ids, slots, strict=True), first):
+            old = known_of.get((id, old_place))
+            if old is None:
+                continue
+            page = self.by_id.get((id, place))
+            if page is None:
+                page = CachedPage(old.key, old.parent, number, id, place, own)
+                self.by_id[id, place] = self.by_key[old.key, place] = page
+            page.refs += 1
+            known.append(id)
+        return known
+
+    def remove(self, owner: int, known: Iterable[int]) -> None:
+        """Forget what `add` has taken over for a request that will not hold it in the target."""
+        place = owner if self._by_request else 0
+        for id in known:
+            page = self.by_id[id, place]
+            page.refs -= 1
+            if not page.refs:
+                del self.by_id[id, place], self.by_key[page.key, place]

@@ -209,8 +209,9 @@ class Scheduler:
 
     def apply(self, output: StepOutput) -> list[Progress]:
         """Take in what the step in flight brought: one `Progress` for each token of a request that is still live."""
+        first = [(step.plan.step, step.plan.epoch) for step in self._in_flight][:1]
+        assert first == [(output.step, output.epoch)], "not the step in flight"
         step = self._in_flight[0]
-        assert (step.plan.step, step.plan.epoch) == (output.step, output.epoch), "not the step in flight"
         assert output.requests == tuple([query.request for query in step.plan.queries if query.sample])
         if not step.is_foreseen:
             self.foresee()
@@ -278,8 +279,7 @@ class Scheduler:
 
     def go_back(self, before: Rebase) -> None:
         """Undo `rebase`, of which no step has been planned yet."""
-        self.pool, self._pool_before = before.pool, None
-        self.epoch -= 1
+        self.pool, self._pool_before, self.epoch = before.pool, None, self.epoch - 1
         for request, held, _ in before.requests:
             assert held is not None
             if request.held is None:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from splash.core.errors import RequestError
 from splash.core.layout import DOP, KV, LAYOUTS, TP, Layout
-from splash.core.pages import HeldPages
+from splash.core.pages import HeldPages, PagePool
 from splash.core.step import NO_SLOT, StepPlan
 from splash.scheduler.owners import balance_owners
-from splash.scheduler.prefix_cache import CachedPage, PrefixCache
+from splash.scheduler.prefix_cache import CachedPage, Heritage, PrefixCache
 from splash.scheduler.request import Rebase
 from splash.scheduler.scheduler import Scheduler
 from tests.pure.test_scheduler import VOCABULARY, FakeGroup, check_cache, drain, greedy, make
@@ -50,15 +50,25 @@ def target_state(
         held[request.id] = HeldPages(owner, pool.ranks, rows, request.held.ids)
     used = [{row[rank] for row in known.values()} for rank in range(pool.ranks)]
     usable = [np.array([slot not in used[rank] for slot in range(count)]) for rank, count in enumerate(slots)]
-    moved = [(request.held, held[request.id]) for request in scheduler.running if request.held is not None]
-    survivors = cache.survivors(layout, [(old, new.owner) for old, new in moved], usable, {})
-    free, kept = [], []
+    heritage, moved = Heritage(cache, layout), []  # some of it ahead of the switch, and some of that given up again
+    for request in scheduler.running:
+        assert request.held is not None
+        old, new = request.held, held[request.id]
+        first = rng.randint(0, len(new))
+        known = heritage.add(old.owner, new.owner, 0, new.ids[:first], new.table.rows(0, first))
+        if rng.random() < 0.3:
+            heritage.remove(new.owner, known)
+            first = 0
+        moved.append((old, new, first))
+    target = PrefixCache(layout, [np.arange(count) for count in slots], held.values())
+    target.inherit(cache, moved, heritage)
+    survivors = cache.survivors(target, usable, {})
+    target.adopt(survivors)
+    free = []
     for rank, count in enumerate(slots):
-        kept.append([page.slots[rank] for page in survivors if page.slots[rank] != NO_SLOT])
-        free.append([slot for slot in range(count) if slot not in used[rank] and slot not in kept[rank]][:withheld])
-    withheld_slots = [own + more for own, more in zip(free, kept, strict=True)]
-    target = PrefixCache(layout, [np.arange(count) for count in slots], held.values(), withheld_slots)
-    target.inherit(cache, moved, survivors)
+        kept = {page.slots[rank] for page in survivors}
+        free.append([slot for slot in range(count) if slot not in used[rank] and slot not in kept][:withheld])
+    PagePool.claim(target, free)
     return target, held, free
 
 
