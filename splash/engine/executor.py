@@ -6,11 +6,12 @@ import json
 import os
 import select
 import socket
+import struct
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from splash.core import errors
@@ -95,9 +96,7 @@ class LocalGroup:
             ready: dict[int, Ready] = {}
             deadline = time.monotonic() + START_TIMEOUT_S
             while len(ready) < self._ranks:
-                message = self._next_message(
-                    deadline, f"ranks that are not ready: {set(range(self._ranks)) - set(ready)}"
-                )
+                message = self._next_message(deadline, lambda: _late(set(range(self._ranks)) - set(ready)))
                 assert isinstance(message, Ready)
                 ready[message.rank] = message
         except BaseException:
@@ -107,6 +106,9 @@ class LocalGroup:
 
     def _spawn(self, rank: int, layout: str) -> None:
         ours, theirs = socket.socketpair()
+        seconds, fraction = divmod(self._timeout_s, 1)  # a rank that hangs with a full socket must not hold up this one
+        timeout = struct.pack("@ll", int(seconds), int(fraction * 1e6))
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         environment = {**os.environ, **self._platform.rank_environment(self._ranks)}
         with theirs:
             process = subprocess.Popen(
@@ -159,26 +161,30 @@ class LocalGroup:
         for rank, channel in enumerate(self._channels):
             try:
                 channel.send_encoded(frame)
+            except BlockingIOError:
+                raise WorkerError(
+                    f"no progress within {self._timeout_s:g} s: rank {rank} reads nothing", rank
+                ) from None
             except OSError:
                 raise self._died(rank) from None
 
     def collect(self) -> Result:
         deadline = time.monotonic() + self._timeout_s
         while not self._results:
-            self._take(deadline)
+            self._take(deadline, self._held_up)
         self._num_collected += 1
         return self._results.popleft()
 
     def votes(self) -> list[Vote]:
         deadline = time.monotonic() + self._timeout_s
         while len(self._votes) < self._ranks:
-            self._take(deadline)
+            self._take(deadline, self._not_voted)
         votes, self._votes = self._votes, []
         return votes
 
-    def _take(self, deadline: float) -> None:
+    def _take(self, deadline: float, late: Callable[[], WorkerError]) -> None:
         """Wait for a message and keep it for whoever asks for its kind."""
-        message = self._next_message(deadline)
+        message = self._next_message(deadline, late)
         if isinstance(message, Vote):
             self._votes.append(message)
         else:
@@ -187,15 +193,13 @@ class LocalGroup:
 
     def check(self) -> None:
         if self._poller.poll(0):
-            self._next_message(time.monotonic())
+            self._next_message(time.monotonic(), self._held_up)
             raise AssertionError("a rank spoke without being asked")
 
-    def _next_message(self, deadline: float, waiting_for: str = "") -> Ready | Result | Vote:
+    def _next_message(self, deadline: float, late: Callable[[], WorkerError]) -> Ready | Result | Vote:
         events = self._poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
         if not events:
-            if waiting_for:
-                raise WorkerError(f"no progress within the timeout; {waiting_for}")
-            raise self._held_up()
+            raise late()
         for fd, _ in events:
             rank = self._rank_of[fd]
             try:
@@ -215,6 +219,14 @@ class LocalGroup:
         return WorkerError(
             f"no progress within {self._timeout_s:g} s: step {step} is held up by {who}",
             behind[0] if len(behind) == 1 else None,
+        )
+
+    def _not_voted(self) -> WorkerError:
+        missing = sorted(set(range(self._ranks)) - {vote.rank for vote in self._votes})
+        who = ", ".join(f"rank {rank}" for rank in missing)
+        return WorkerError(
+            f"no progress within {self._timeout_s:g} s: a switch is held up by {who}",
+            missing[0] if len(missing) == 1 else None,
         )
 
     def _died(self, rank: int) -> WorkerError:
@@ -241,6 +253,10 @@ class LocalGroup:
         if self._board_fd >= 0:
             os.close(self._board_fd)
             self._board_fd = -1
+
+
+def _late(ranks: Collection[int]) -> WorkerError:
+    return WorkerError(f"no progress within the timeout; ranks that are not ready: {set(ranks)}")
 
 
 def _revive(failure: Failure) -> SplashError:

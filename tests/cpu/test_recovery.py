@@ -137,8 +137,18 @@ def to_committing(served: Served) -> None:
     served.until(lambda: served.engine.switcher.committing)
 
 
+def to_voting(served: Served) -> None:
+    to_copying(served)
+    served.until(lambda: served.engine.switcher.awaits_votes)
+
+
+def to_prepared_commit(served: Served) -> None:
+    to_voting(served)
+    served.until(lambda: served.engine.switcher.committing and not served.engine.switcher.awaits_votes)
+
+
 @pytest.mark.parametrize("rank", range(RANKS))
-@pytest.mark.parametrize("reach", [to_prefill, to_decode, to_copying, to_committing])
+@pytest.mark.parametrize("reach", [to_prefill, to_decode, to_copying, to_committing, to_voting, to_prepared_commit])
 def test_a_killed_rank_changes_no_token(
     served: Served, quiet: object, reach: Callable[[Served], None], rank: int
 ) -> None:
@@ -155,6 +165,10 @@ def test_a_killed_rank_changes_no_token(
         assert (len(served.engine.switcher.history), served.engine.switcher.active) == (switches + 1, None)
         assert record.status == "failed"
         assert f"rank {rank} was killed by signal 9" in record.reason
+    if reach in (to_voting, to_prepared_commit):  # a rank may have voted before it died, or even have committed
+        record = served.engine.switcher.history[switches]
+        assert record.status == "committed" or (reach is to_voting and record.status == "failed"), record
+        layout = record.target if record.status == "committed" else layout
     assert served.engine.layout == layout
     assert served.finish() == quiet
     assert served.engine.stats().restarts == restarts + 1
