@@ -13,6 +13,10 @@ Prefill is the tokens of all prompts over the time until every request has its f
 time between two answers of the ranks that each bring every request a token; where prefill takes more steps than there
 are tokens out, so that all never decode together, there is none.
 
+With `--same-experts` every prompt is one token over and over, the same in all, so that all rows choose the same
+experts, as they do with weights of one scale throughout, where the router's bias outweighs its scores: vLLM's dummy
+weights are of that kind. Otherwise prompts are random, and so is routing.
+
 The ceiling beside a decode step is the bytes that it must read over the rate of a copy, which `--copy-gb-s` takes from
 `perf.step`; beside prefill it is the model's own operations over the rate of a large product (`--product-tflops`).
 """
@@ -39,6 +43,8 @@ from splash.engine.engine import Engine
 from splash.engine.outputs import GenerationRequest
 from splash.serve import read_options
 
+WARM_UP_TOKENS = 1 << 16
+
 
 class Case(NamedTuple):
     """So many requests of so many tokens in and out."""
@@ -60,13 +66,14 @@ class Turn:
     steps: tuple[float, ...]
 
 
-def serve(engine: Engine, case: Case, seed: int) -> Turn:
-    """All requests of a case at once, to the end."""
+def serve(engine: Engine, case: Case, seed: int, same_experts: bool = False) -> Turn:
+    """All requests of a case at once, to the end, with random prompts or with one token throughout."""
     vocab = engine.model_config.spec.vocab_size
     draw = np.random.default_rng(seed)
     params = SamplingParams(temperature=0.0, max_tokens=case.output, ignore_eos=True)
     waiting = set()
-    prompts = draw.integers(16, vocab, (case.requests, case.input)).tolist()
+    drawn = (1, 1) if same_experts else (case.requests, case.input)
+    prompts = np.broadcast_to(draw.integers(16, vocab, drawn), (case.requests, case.input)).tolist()
     started = time.perf_counter()
     for number, prompt in enumerate(prompts):
         engine.add_request(GenerationRequest(f"{seed}-{number}", tuple(prompt), params))
@@ -88,17 +95,20 @@ def serve(engine: Engine, case: Case, seed: int) -> Turn:
     return Turn(prefill, last, tuple(steps))
 
 
-def measure(engine: Engine, layouts: Sequence[str], cases: Sequence[Case], rounds: int) -> dict[tuple[str, Case], Any]:
-    """Turns by layout and case."""
+def measure(
+    engine: Engine, layouts: Sequence[str], cases: Sequence[Case], rounds: int, same_experts: bool
+) -> dict[tuple[str, Case], list[Turn]]:
+    """Turns by layout and case, after shorter ones that do not count, in which kernels are compiled."""
     turns: dict[tuple[str, Case], list[Turn]] = {}
     for number in range(rounds):
         for place in range(len(layouts)):
             layout = layouts[(place + number) % len(layouts)]
             engine.switch(layout, "blocking")
-            serve(engine, Case(2, 64, 4), number * 1000 + 999)
+            for case in [_warm_up(case) for case in cases] if number == 0 else [Case(2, 64, 4)]:
+                serve(engine, case, 999, same_experts)
             assert engine.layout == layout
             for index, case in enumerate(cases):
-                turn = serve(engine, case, number * 1000 + index)
+                turn = serve(engine, case, number * 1000 + index, same_experts)
                 turns.setdefault((layout, case), []).append(turn)
                 figures = summarise(case, [turn])
                 line = (
@@ -107,6 +117,11 @@ def measure(engine: Engine, layouts: Sequence[str], cases: Sequence[Case], round
                 )
                 print(line, file=sys.stderr, flush=True)
     return turns
+
+
+def _warm_up(case: Case) -> Case:
+    """Steps of the same kinds, but fewer."""
+    return Case(min(case.requests, -(-WARM_UP_TOKENS // case.input)), case.input, min(case.output, 4))
 
 
 def summarise(case: Case, turns: Sequence[Turn]) -> dict[str, float | None]:
@@ -128,7 +143,8 @@ def ceilings(engine: Engine, case: Case, dtype: str, args: argparse.Namespace) -
         seconds = prefill_flops(spec, case.requests, case.input, 0) / (args.product_tflops * 1e12 * ranks)
         bounds["prefill_tok_s"] = round(case.requests * case.input / seconds, 1)
     if args.copy_gb_s:
-        num_bytes = decode_bytes(spec, DTYPE_BYTES[dtype], case.requests, case.input + case.output // 2)
+        context, alike = case.input + case.output // 2, args.same_experts
+        num_bytes = decode_bytes(spec, DTYPE_BYTES[dtype], case.requests, context, same_experts=alike)
         bounds["step_ms"] = round(num_bytes / (args.copy_gb_s * 1e6 * ranks), 3)
     return bounds
 
@@ -167,6 +183,7 @@ def main() -> None:
     parser.add_argument("--cases", type=lambda text: [case_of(part) for part in text.split(",")], required=True)
     parser.add_argument("--layouts", default=",".join(LAYOUTS), type=lambda text: text.split(","))
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--same-experts", action="store_true", help="let all rows choose the same experts")
     parser.add_argument("--copy-gb-s", type=float, help="of a copy on one device, reads and writes")
     parser.add_argument("--product-tflops", type=float, help="of a large product on one device")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
@@ -176,7 +193,7 @@ def main() -> None:
     busy = busy_cores()
     engine = Engine(config, lambda line: print(line, file=sys.stderr, flush=True))
     try:
-        turns = measure(engine, args.layouts, args.cases, args.rounds)
+        turns = measure(engine, args.layouts, args.cases, args.rounds, args.same_experts)
         rows = [
             {
                 "case": str(case),
@@ -187,6 +204,7 @@ def main() -> None:
         ]
         print_table(rows, args.layouts)
         settings = {"options": args.options, "ranks": engine.ranks, "rounds": args.rounds, "others_busy_cores": busy}
+        settings["same_experts"] = args.same_experts
     finally:
         engine.close()
     report("layouts", {**settings, "rows": rows}, args.out)
