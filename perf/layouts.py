@@ -11,7 +11,8 @@ clients of the offline engine see them; HTTP is not.
 
 Prefill is the tokens of all prompts over the time until every request has its first token. A decode step is the median
 time between two answers of the ranks that each bring every request a token; where prefill takes more steps than there
-are tokens out, so that all never decode together, there is none.
+are tokens out, so that all never decode together, there is none. The host's share of the time of such steps is what
+rank 0's device did not spend in the forward: sampling and copies of a step's inputs and tokens count as the host's.
 
 With `--same-experts` every prompt is one token over and over, the same in all, so that all rows choose the same
 experts, as they do with weights of one scale throughout, where the router's bias outweighs its scores: vLLM's dummy
@@ -59,11 +60,15 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class Turn:
-    """One layout through one case, in seconds: of prefill, in all, and of each step in which all requests decoded."""
+    """One layout through one case, in seconds: of prefill, in all, and of each step in which all requests decoded.
+
+    `forwards` is what of each such step rank 0's device spent in the forward.
+    """
 
     prefill: float
     total: float
     steps: tuple[float, ...]
+    forwards: tuple[float, ...]
 
 
 def serve(engine: Engine, case: Case, seed: int, same_experts: bool = False) -> Turn:
@@ -79,8 +84,9 @@ def serve(engine: Engine, case: Case, seed: int, same_experts: bool = False) -> 
         engine.add_request(GenerationRequest(f"{seed}-{number}", tuple(prompt), params))
         waiting.add(f"{seed}-{number}")
     prefill = last = 0.0
-    before, steps = 0, []
+    before, steps, forwards = 0, [], []
     while engine.has_work:
+        computed = engine.metrics.forward_s
         outputs = engine.step()
         now = time.perf_counter() - started
         if not outputs:
@@ -91,8 +97,9 @@ def serve(engine: Engine, case: Case, seed: int, same_experts: bool = False) -> 
             prefill = now
         elif tokens == before == case.requests:
             steps.append(now - last)
+            forwards.append(engine.metrics.forward_s - computed)
         last, before = now, tokens
-    return Turn(prefill, last, tuple(steps))
+    return Turn(prefill, last, tuple(steps), tuple(forwards))
 
 
 def measure(
@@ -113,7 +120,8 @@ def measure(
                 figures = summarise(case, [turn])
                 line = (
                     f"round {number + 1} {layout:>4} {case!s:>14}: prefill {figures['prefill_tok_s']:,.0f} tok/s, in "
-                    f"all {figures['total_tok_s']:,.0f} tok/s, between tokens {_cell(figures['step_ms'], 2)} ms"
+                    f"all {figures['total_tok_s']:,.0f} tok/s, between tokens {_cell(figures['step_ms'], 2)} ms, the "
+                    f"host's share {_cell(figures['host_share'], 3)}"
                 )
                 print(line, file=sys.stderr, flush=True)
     return turns
@@ -127,11 +135,13 @@ def _warm_up(case: Case) -> Case:
 def summarise(case: Case, turns: Sequence[Turn]) -> dict[str, float | None]:
     """Medians over the rounds."""
     steps = [seconds for turn in turns for seconds in turn.steps]
+    forwards = [seconds for turn in turns for seconds in turn.forwards]
     prefill, total = (statistics.median(getattr(turn, name) for turn in turns) for name in ("prefill", "total"))
     return {
         "prefill_tok_s": round(case.requests * case.input / prefill, 1),
         "total_tok_s": round(case.requests * (case.input + case.output) / total, 1),
         "step_ms": round(statistics.median(steps) * 1e3, 3) if steps else None,
+        "host_share": round(max(1 - sum(forwards) / sum(steps), 0.0), 4) if steps else None,
     }
 
 
@@ -155,6 +165,7 @@ def print_table(rows: Sequence[dict[str, Any]], layouts: Sequence[str]) -> None:
         ("total_tok_s", "tok/s in all", 0),
         ("prefill_tok_s", "tok/s of prefill", 0),
         ("step_ms", "ms a step", 2),
+        ("host_share", "host's share", 3),
     ):
         print(f"\n{unit:>18}" + "".join(f"{name:>10}" for name in (*layouts, "ceiling")))
         for row in rows:

@@ -72,6 +72,9 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     log-probability.
 
     `failures` are requests whose grammar could not be followed, with the reason; their tokens mean nothing.
+
+    `forward_s` are the seconds that rank 0's device spent in the forward, collectives included, and in those of earlier
+    steps that sampled nothing, which nobody waited for.
     """
 
     step: int
@@ -81,3 +84,4 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprob | None, ...]
     failures: tuple[tuple[int, str], ...] = ()
     scores: tuple[tuple[int, int, tuple[TokenLogprob, ...]], ...] = ()
+    forward_s: float = 0.0

@@ -30,6 +30,7 @@ from splash.model.rope import RotaryTable
 from splash.model.transformer import Transformer
 from splash.platform.base import Completion, Rank
 from splash.platform.host_copies import upload
+from splash.platform.span import Span
 from splash.switch.orders import CopyAhead, SwitchOrder, SwitchOutcome
 from splash.switch.prepared import Preparation
 from splash.switch.transfer import Handoff, LayerCopies, copy_head_group
@@ -51,6 +52,9 @@ class Launched:
         sampled: its tokens; None on ranks that do not sample, or where nothing is.
         failures, scores: see `StepOutput`.
         has_output: whether this rank answers and the step has run.
+
+    Attributes:
+        forwards: what took `StepOutput.forward_s`. Over once the tokens are there; empty where there are none.
     """
 
     def __init__(
@@ -64,6 +68,12 @@ class Launched:
     ) -> None:
         self._plan, self._outcome, self._sampled = plan, outcome, sampled
         self._failures, self._scores, self._has_output = tuple(failures), tuple(scores), has_output
+        self.forwards: Sequence[Span] = ()
+
+    @property
+    def samples(self) -> bool:
+        """Whether `result` waits for the device."""
+        return self._sampled is not None
 
     def is_done(self) -> bool:
         """Whether `result` would return at once."""
@@ -88,6 +98,7 @@ class Launched:
             logprobs=tuple(logprobs),
             failures=self._failures,
             scores=self._scores,
+            forward_s=sum(span.seconds() for span in self.forwards),
         )
         return output, self._outcome
 
@@ -146,6 +157,7 @@ class ModelRunner:
         self._copying: deque[tuple[int, Completion]] = deque()  # with the switch they are made ahead of, the last ones
         self._tables = PageTables(group.size)
         self._last = LastTokens(group)
+        self._forwards: list[Span] = []  # since the last step that sampled
         grammars = Grammars(lambda: _tokenizer(model), spec.vocab_size, eos_token_ids)
         self._sampler = Sampler(eos_token_ids, grammars) if group.rank == 0 else None
         self._graphs: DecodeGraphs | None = None
@@ -221,6 +233,7 @@ class ModelRunner:
     def launch(self, plan: StepPlan, order: SwitchOrder | None = None) -> Launched:
         """Carry out `plan`, and commit the switch that comes with it. May be called again before the step is over."""
         outcome = None
+        forward = Span(self._group.device)
         if order is None:
             logits = self.logits(plan)
         else:
@@ -228,7 +241,12 @@ class ModelRunner:
                 logits, outcome = self._hand_off(plan, order)
             except SwitchError as error:
                 return Launched(plan, SwitchOutcome(str(error), error.rank, error.recoverable))
+        forward.end()
+        if self._sampler is not None and plan.queries:
+            self._forwards.append(forward)
         launched, tokens = self._sample(plan, logits, outcome)
+        if launched.samples:
+            launched.forwards, self._forwards = self._forwards, []
         self._last.remember(plan, tokens)
         return launched
 
