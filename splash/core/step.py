@@ -53,7 +53,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One step, the same for every rank.
 
     `released` requests lose their page table before the step (finished, aborted or preempted); `finished` ones are
-    forgotten altogether. Queries are sorted by owner, and every rank takes part even with no rows of its own.
+    forgotten altogether. Queries are sorted by owner, and every rank takes part even with no rows of its own. With
+    `greedy` each query that samples takes its most likely token, and nothing else is asked of the logits.
     """
 
     step: int
@@ -63,6 +64,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     new: tuple[NewRequest, ...] = ()
     released: tuple[int, ...] = ()
     finished: tuple[int, ...] = ()
+    greedy: bool = False
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True):

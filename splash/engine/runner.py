@@ -170,13 +170,15 @@ class ModelRunner:
             self._graphs.capture()
         self.graph_bytes = self._held_bytes() - before
 
-    def logits(self, plan: StepPlan) -> torch.Tensor | None:
-        """The forward of `plan`: logits float32 [samples, vocabulary] on rank 0, None elsewhere or with no samples."""
+    def scores(self, plan: StepPlan) -> torch.Tensor | None:
+        """The forward of `plan`: what `Transformer.forward` returns."""
         self._tables.release(plan.released)
         return self._forward(plan, self._tables, None)
 
     def _forward(self, plan: StepPlan, tables: PageTables, handoff: Handoff | None) -> torch.Tensor | None:
         """Run `plan`, once the state that a switch brings is there, or behind it layer by layer.
+
+        Returns what `Transformer.forward` does.
 
         A recorded step is so much quicker than the same step by layers that it is worth waiting for all of them.
         """
@@ -235,16 +237,16 @@ class ModelRunner:
         outcome = None
         forward = Span(self._group.device)
         if order is None:
-            logits = self.logits(plan)
+            scores = self.scores(plan)
         else:
             try:
-                logits, outcome = self._hand_off(plan, order)
+                scores, outcome = self._hand_off(plan, order)
             except SwitchError as error:
                 return Launched(plan, SwitchOutcome(str(error), error.rank, error.recoverable))
         forward.end()
         if self._sampler is not None and plan.queries:
             self._forwards.append(forward)
-        launched, tokens = self._sample(plan, logits, outcome)
+        launched, tokens = self._sample(plan, scores, outcome)
         if launched.samples:
             launched.forwards, self._forwards = self._forwards, []
         self._last.remember(plan, tokens)
@@ -259,10 +261,10 @@ class ModelRunner:
         handoff.agree(own_tables, self._failed_ahead != order.switch, coming.matches(manifest))
         tables = PageTables(self._group.size, coming.tables(manifest))
         tables.release(plan.released)  # a request that moves may lose its pages to another in this very step
-        logits = self._forward(plan, tables, handoff)
+        scores = self._forward(plan, tables, handoff)
         self._tables = tables
         kv_bytes, weight_bytes, exposed_s = handoff.received()
-        return logits, SwitchOutcome("", None, True, tuple(kv_bytes), tuple(weight_bytes), exposed_s)
+        return scores, SwitchOutcome("", None, True, tuple(kv_bytes), tuple(weight_bytes), exposed_s)
 
     def copy_ahead(self, order: CopyAhead) -> None:
         """Copy what a coming switch will find in place. A failure is told at its commit, which then fails.
@@ -302,25 +304,30 @@ class ModelRunner:
             copies.wait()
 
     def _sample(
-        self, plan: StepPlan, logits: torch.Tensor | None, outcome: SwitchOutcome | None
+        self, plan: StepPlan, scores: torch.Tensor | None, outcome: SwitchOutcome | None
     ) -> tuple[Launched, torch.Tensor | None]:
-        """The step, and the tokens that this rank has chosen in it: None where it does not sample, or nothing is."""
+        """The step, and the tokens that were chosen in it, as far as this rank knows them."""
+        tokens = self._transformer.most_likely(scores) if plan.greedy and scores is not None else None
+        logits = None if tokens is not None or scores is None else self._transformer.gather(scores)
         if self._sampler is None:
-            return Launched(plan, outcome), None
+            return Launched(plan, outcome), tokens
         for request in plan.finished:
             self._sampler.remove(request)
         for new in plan.new:
             self._sampler.add(new)
+        if tokens is not None:
+            taken = self._sampler.take(tokens, [query.request for query in plan.queries if query.sample])
+            return Launched(plan, outcome, taken, has_output=True), tokens
         if logits is None:
             return Launched(plan, outcome, has_output=True), None
         sampling = [(query.request, query.start + len(query.tokens)) for query in plan.queries if query.sample]
-        scores: list[Scores] = []
+        found: list[Scores] = []
         if any(query.score for query in plan.queries):
-            logits, scores = self._score(plan, logits)
+            logits, found = self._score(plan, logits)
         if not sampling:
-            return Launched(plan, outcome, scores=scores, has_output=True), None
+            return Launched(plan, outcome, scores=found, has_output=True), None
         sampled = self._sampler.sample(logits, sampling)
-        return Launched(plan, outcome, sampled, self._sampler.failures, scores, True), sampled.tokens_n
+        return Launched(plan, outcome, sampled, self._sampler.failures, found, True), sampled.tokens_n
 
     def _score(self, plan: StepPlan, logits: torch.Tensor) -> tuple[torch.Tensor, list[Scores]]:
         """Score what is to be scored; the logits of the rows to sample after, and the scores."""

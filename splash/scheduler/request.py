@@ -73,6 +73,7 @@ class Request:
         scores: log-probabilities of its prompt's tokens after the first, as far as they are known.
         live: False once it has finished or was aborted.
         order: its place in the order of service: by priority, then by arrival.
+        is_greedy: see `SamplingParams`.
     """
 
     id: int
@@ -90,9 +91,11 @@ class Request:
     scores: list[TokenLogprob] = field(default_factory=list)
     live: bool = True
     order: Order = field(init=False)
+    is_greedy: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.order = (self.priority, self.arrival)
+        self.is_greedy = self.new.params.is_greedy
 
     @property
     def params(self) -> SamplingParams:

@@ -179,6 +179,7 @@ class Scheduler:
             tuple(new),
             tuple(self._released),
             tuple(self._finished),
+            all([request.is_greedy for request in self._running]),
         )
         self._step += 1
         self._released.clear()
