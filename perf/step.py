@@ -101,7 +101,7 @@ class Bench:
 
     def _run(self, queries: list[Query], new: Any, release: bool = True) -> None:
         released = self._release if release else ()
-        plan = StepPlan(self._step, 0, self._layout, tuple(queries), tuple(new), released, released)
+        plan = StepPlan(self._step, 0, self._layout, tuple(queries), tuple(new), released, released, greedy=True)
         self._step += 1
         self.runner.run(plan)
 

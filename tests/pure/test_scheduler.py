@@ -41,6 +41,7 @@ class FakeGroup:
     owners: dict[int, int] = field(default_factory=dict)
     memory: dict[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)  # (rank, slot, offset) -> history
     prompts: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    choosy: set[int] = field(default_factory=set)  # requests for which the most likely token will not do
     next_step: int = 0
 
     def run(self, plan: StepPlan) -> StepOutput:
@@ -56,8 +57,12 @@ class FakeGroup:
             assert new.id not in self.history
             self.history[new.id] = [*new.prompt, *new.output]
             self.prompts[new.id] = new.prompt
+            if not new.params.is_greedy:
+                self.choosy.add(new.id)
         queries = plan.queries
         assert queries
+        assert not (plan.greedy and any(query.request in self.choosy for query in queries))
+        assert plan.greedy or self.choosy
         assert [query.owner for query in queries] == sorted(query.owner for query in queries)
         assert len({query.request for query in queries}) == len(queries)
         assert sum(len(query.tokens) for query in queries) <= config.max_batched_tokens
