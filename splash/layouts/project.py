@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -34,10 +33,10 @@ class Heads:
     o: Tensor
     nope_dim: int
 
-    def queries(self, x_nQ: Tensor) -> Tensor:
+    def queries(self, x_nQ: Tensor, kernels: Kernels) -> Tensor:
         """Queries [n, h, N + R], not rotated yet, of rows with Q-B input `x_nQ`."""
         num_heads, head_dim, _ = self.q_b.shape
-        return (x_nQ @ self.q_b.flatten(0, 1).t()).view(-1, num_heads, head_dim)
+        return kernels.product(x_nQ, self.q_b.flatten(0, 1).t()).view(-1, num_heads, head_dim)
 
     def rotate_(self, q_nhd: Tensor, cos_nR: Tensor, sin_nR: Tensor, kernels: Kernels) -> Tensor:
         """`queries` rotated in place, for attention in the expanded form."""
@@ -50,19 +49,18 @@ class Heads:
         num_rows, num_heads, head_dim = q_nhd.shape
         nope, latent = self.nope_dim, self.kv_b.shape[2]
         q_nhK = q_nhd.new_empty(num_rows, num_heads, latent + head_dim - nope)
-        # Both parts are written in place: bmm takes a result whose rows lie apart.
-        out_hnC = q_nhK[..., :latent].transpose(0, 1)
-        torch.bmm(q_nhd[..., :nope].transpose(0, 1), self.kv_b[:, :nope], out=out_hnC)
+        # Both parts are written in place.
+        kernels.product(q_nhd[..., :nope].transpose(0, 1), self.kv_b[:, :nope], q_nhK[..., :latent].transpose(0, 1))
         kernels.rotate(q_nhd[..., nope:], cos_nR, sin_nR, q_nhK[..., latent:])
         return q_nhK
 
-    def values(self, out_nhC: Tensor) -> Tensor:
+    def values(self, out_nhC: Tensor, kernels: Kernels) -> Tensor:
         """Attention in the latent space moved out of it: [n, h, C] -> [n, h, V]."""
         w_uv_hCV = self.kv_b[:, self.nope_dim :].transpose(1, 2)
         values_nhV = out_nhC.new_empty(*out_nhC.shape[:2], w_uv_hCV.shape[2])
-        torch.bmm(out_nhC.transpose(0, 1), w_uv_hCV, out=values_nhV.transpose(0, 1))
+        kernels.product(out_nhC.transpose(0, 1), w_uv_hCV, values_nhV.transpose(0, 1))
         return values_nhV
 
-    def output(self, values_nhV: Tensor) -> Tensor:
+    def output(self, values_nhV: Tensor, kernels: Kernels) -> Tensor:
         """[n, D]; partial unless these are all the heads."""
-        return values_nhV.flatten(1) @ self.o
+        return kernels.product(values_nhV.flatten(1), self.o)

@@ -1,7 +1,7 @@
 """The fused operations that a platform has.
 
 Shape suffixes: n rows, H heads, Q q-lora rank, C kv-lora rank, K = C + R, R rotary dim, D hidden size, P page size,
-S slots, E experts, k chosen ones, I intermediate dim.
+S slots, E experts, k chosen ones, I intermediate dim; B batch, K summed dim and N columns of a product.
 """
 
 from __future__ import annotations
@@ -27,6 +27,16 @@ class Kernels(ABC):
         self, x_nD: torch.Tensor, residual_nD: torch.Tensor, weight_D: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(rms_norm of the sum, the sum), both [n, D]."""
+
+    @abstractmethod
+    def product(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x @ w, or that of each member of a batch.
+
+        Args:
+            x: [n, K] or [B, n, K].
+            w: [K, N] or [B, K, N]; a transposed view costs nothing.
+            out: where to write the result, [n, N] or [B, n, N], whose rows may lie apart; new memory by default.
+        """
 
     @abstractmethod
     def latent_rows(

@@ -23,6 +23,9 @@ class CpuKernels(Kernels):
         total_nD = x_nD + residual_nD
         return self.rms_norm(total_nD, weight_D, eps), total_nD
 
+    def product(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.bmm(x, w, out=out) if x.dim() == 3 else torch.mm(x, w, out=out)
+
     def latent_rows(
         self,
         down_nX: torch.Tensor,

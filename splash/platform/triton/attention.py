@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from splash.platform.base import AttentionBackend, AttentionBatch, QueryShape
+from splash.platform.host_copies import upload
 from splash.platform.triton import expanded
 from splash.platform.triton.absorbed import attend_kernel, merge_splits_kernel
 from splash.platform.triton.launch import Target, Tiles, describable, descriptor, next_power_of_2, target_of
@@ -260,9 +261,9 @@ class _ExpandedOnDevice:
 
 def _upload(plan: ExpandedPlan, device: torch.device) -> _ExpandedOnDevice:
     return _ExpandedOnDevice(
-        torch.from_numpy(plan.blocks).to(device),
-        torch.from_numpy(plan.visible).to(device),
-        torch.from_numpy(plan.keys).to(device),
+        upload(torch.from_numpy(plan.blocks), device),
+        upload(torch.from_numpy(plan.visible), device),
+        upload(torch.from_numpy(plan.keys), device),
     )
 
 

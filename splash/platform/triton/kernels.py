@@ -10,6 +10,7 @@ from splash.platform.kernels import Kernels
 from splash.platform.triton import fused
 from splash.platform.triton.experts import experts
 from splash.platform.triton.launch import Target, Tiles, next_power_of_2, target_of
+from splash.platform.triton.products import Products
 from splash.platform.triton.route import route
 
 _ROTATED_HEADS = 16  # heads a program rotates
@@ -20,6 +21,7 @@ class TritonKernels(Kernels):
 
     def __init__(self, device: torch.device | str) -> None:
         self._target = target_of(torch.device(device))
+        self._products = Products(self._target, device)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         rows = _rows(x)
@@ -35,6 +37,15 @@ class TritonKernels(Kernels):
         out = torch.empty_like(total)
         _norm(_rows(x_nD), _rows(residual_nD), weight_D, out, total, eps, True)
         return out, total
+
+    def product(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """As `Kernels.product`: by a kernel of our own for a few rows, else by torch."""
+        batch = (x, w) if x.dim() == 3 else (x.unsqueeze(0), w.unsqueeze(0))
+        if not self._products.fits(*batch):
+            return torch.bmm(x, w, out=out) if x.dim() == 3 else torch.mm(x, w, out=out)
+        out = x.new_empty(*x.shape[:-1], w.shape[-1]) if out is None else out
+        self._products.run(*batch, out if x.dim() == 3 else out.unsqueeze(0))
+        return out
 
     def latent_rows(
         self,
