@@ -50,6 +50,7 @@ def compile_kernel(
 ) -> Any:
     """Compile with the pointers, sizes and constants that a launch would have."""
     signature, values, attributes = {}, {}, {}
+    constants = {"EARLY": (target.backend, target.arch) == ("cuda", 90), **constants}
     for place, name in enumerate(kernel.arg_names):
         if types and name in types:
             signature[name] = types[name]

@@ -1,9 +1,10 @@
 """Products of few rows with a weight matrix, which are as fast as the weights can be read.
 
 The transposed product is computed, whose 64 rows or more are weights, so that few rows waste little of the tensor
-cores. Programs take a block of columns and a part of the summed dim, as many parts as make the device full: a product of
-one row with 30 MB of weights takes seven microseconds, of which a program that starts late or a second launch would be a
-large share. So partial sums are added up by whichever program of a block is the last to arrive, in a fixed order.
+cores. Programs take a block of columns and a part of the summed dim, as many parts as make the device full. One row
+times 30 MB of weights takes seven microseconds, of which a late start or a second launch would be a large share. So
+partial sums are added up, in a fixed order, by whichever program of a block is the last to arrive. And programs that
+start while the kernel before still runs ask for their first weights before they wait for its results.
 
 Letters: n rows, K summed dim, N columns, B batch.
 """
@@ -14,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from splash.platform.triton.launch import Target, Tiles, describable, descriptor
+from splash.platform.triton.launch import Target, Tiles, begin, describable, descriptor, early
 
 MAX_ROWS, MAX_COLUMNS = 16, 128  # of a tile
 MAX_WEIGHT_BYTES = 512 << 20  # of more, the library reads as fast
@@ -24,11 +25,30 @@ _PARTS_AT_ONCE = 4
 
 
 @triton.jit
+def _prefetch(
+    w_ptr, w_n, w_k, N, first_n, first_tile, tile_end,
+    K_INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Ask the L2 cache for a program's first tiles of 16-bit weights, by lines of 64. Again for those there are not."""
+    for ahead in tl.static_range(TILES):
+        k = tl.minimum(first_tile + ahead, tile_end - 1) * BLOCK_K
+        if K_INNER:
+            n_X = tl.minimum(first_n + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
+            lines = w_ptr + n_X[:, None] * w_n + (k + 64 * tl.arange(0, BLOCK_K // 64))[None, :]
+        else:
+            n_X = tl.minimum(first_n + 64 * tl.arange(0, BLOCK_N // 64), N - 1)
+            lines = w_ptr + (k + tl.arange(0, BLOCK_K)).to(tl.int64)[:, None] * w_k + n_X[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def product_kernel(
     x_ptr, rows, w_ptr, weights, out_ptr, part_ptr, arrivals_ptr, num_rows, N, K, x_row, x_batch, w_n, w_k, w_batch,
     batch_rows, out_row, out_batch,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, K_INNER: tl.constexpr, USE_TMA: tl.constexpr,
-    X_TMA: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, UNROLL: tl.constexpr,
+    X_TMA: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, UNROLL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (block of columns, part of the summed dim, member of the batch).
 
@@ -43,7 +63,12 @@ def product_kernel(
     x_M = x_ptr + batch.to(tl.int64) * x_batch + m_M.to(tl.int64) * x_row
     w_N = w_ptr + batch.to(tl.int64) * w_batch + n_N.to(tl.int64) * w_n
     acc_NM = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-    for tile in tl.range(num_tiles * part // num_parts, num_tiles * (part + 1) // num_parts, num_stages=STAGES):
+    first_tile, tile_end = num_tiles * part // num_parts, num_tiles * (part + 1) // num_parts
+    if EARLY and USE_TMA:
+        member_ptr = w_ptr + batch.to(tl.int64) * w_batch
+        _prefetch(member_ptr, w_n, w_k, N, first_n, first_tile, tile_end, K_INNER, BLOCK_N, BLOCK_K, STAGES)
+    begin(EARLY)
+    for tile in tl.range(first_tile, tile_end, num_stages=STAGES):
         k = tile * BLOCK_K
         is_k_K = k + k_K < K
         if X_TMA:
@@ -162,7 +187,8 @@ class Products:
             x_BnK.stride(1), x_BnK.stride(0), w_BKN.stride(2), w_BKN.stride(1), w_BKN.stride(0), batch_rows,
             out_BnN.stride(1), out_BnN.stride(0),
             BLOCK_M=t.rows, BLOCK_N=t.columns, BLOCK_K=t.depth, K_INNER=k_inner, USE_TMA=weights is not None,
-            X_TMA=rows is not None, STAGES=t.stages, PRECISION=t.precision, UNROLL=_PARTS_AT_ONCE, num_warps=t.warps,
+            X_TMA=rows is not None, STAGES=t.stages, PRECISION=t.precision, UNROLL=_PARTS_AT_ONCE,
+            num_warps=t.warps, **early(x_BnK.device),
         )  # fmt: skip
 
     def _programs(self, tiles: Tiles, element_bytes: int) -> int:
