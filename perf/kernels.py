@@ -40,17 +40,15 @@ EXPERTS = [
     (2048, 8),
     (16384, 8),
 ]  # rows x choices of each, among 64 experts, 32 of them here
-PRODUCTS = {  # [batch, summed dim, columns], and whether the rows of a weight have the summed dim
-    "Q-A and KV-A": (1, 7168, 2112, True),
-    "Q-B": (1, 1536, 24576, True),
-    "W_UK": (128, 128, 512, False),
-    "W_UV": (128, 512, 128, True),
-    "O": (1, 16384, 7168, False),
-    "shared gate and up": (1, 7168, 4096, True),
-    "shared down": (1, 2048, 7168, True),
-    "dense gate and up": (1, 7168, 36864, True),
-    "dense down": (1, 18432, 7168, True),
-    "LM head": (1, 7168, 129280, True),
+PRODUCTS = {  # summed dim, columns, and whether the columns of a weight are dense
+    "Q-A and KV-A": (7168, 2112, True),
+    "Q-B": (1536, 24576, True),
+    "Q-B of 16 heads": (1536, 3072, True),
+    "O": (16384, 7168, False),
+    "O of 16 heads": (2048, 7168, False),
+    "shared gate and up": (7168, 4096, True),
+    "shared down": (2048, 7168, True),
+    "dense down": (18432, 7168, True),
 }
 PRODUCT_ROWS = (1, 4, 16)
 COLD_BYTES = 512 << 20  # of weights that take turns, so that none is left in the cache
@@ -347,28 +345,22 @@ def experts(limits: dict[str, float]) -> list[dict[str, Any]]:
 def products(limits: dict[str, float]) -> list[dict[str, Any]]:
     """Products of a few rows with the model's weights, beside torch's: of one among many with other weights."""
     kernels, rows = TritonKernels("cuda"), []
-    for name, (batch, depth, columns, k_inner) in PRODUCTS.items():
-        size = batch * depth * columns * 2
+    for name, (depth, columns, k_inner) in PRODUCTS.items():
+        size = depth * columns * 2
         count = max(2, -(-COLD_BYTES // size))
-        shape = (batch, columns, depth) if k_inner else (batch, depth, columns)
-        stored = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) * depth**-0.5 for _ in range(count)]
-        weights = [w.transpose(1, 2) if k_inner else w for w in stored]
+        stored = torch.randn(count, depth, columns, device="cuda", dtype=torch.bfloat16) * depth**-0.5
+        weights = list(stored.transpose(1, 2).contiguous().transpose(1, 2) if k_inner else stored)
         for num_rows in PRODUCT_ROWS:
-            x = torch.randn(num_rows, batch, depth, device="cuda", dtype=torch.bfloat16).transpose(0, 1)
-            out = torch.empty(num_rows, batch, columns, device="cuda", dtype=torch.bfloat16).transpose(0, 1)
+            x = torch.randn(num_rows, depth, device="cuda", dtype=torch.bfloat16)
             row: dict[str, Any] = {"what": name, "rows": num_rows, "mb": size / 1e6}
-            row["error"] = error(kernels.product(x, weights[0], out), torch.bmm(x.float(), weights[0].float()))
-            row["ms"] = milliseconds(lambda: [kernels.product(x, w, out) for w in weights]) / count  # noqa: B023
-            row["torch_ms"] = milliseconds(lambda: [torch.bmm(x, w, out=out) for w in weights]) / count  # noqa: B023
-            if batch == 1:
-                plain = milliseconds(lambda: [torch.mm(x[0], w[0], out=out[0]) for w in weights]) / count  # noqa: B023
-                row["torch_ms"] = min(row["torch_ms"], plain)
+            row["error"] = error(kernels.product(x, weights[0]), x.float() @ weights[0].float())
+            row["is_ours"] = kernels._products.fits(x, weights[0])
+            row["ms"] = milliseconds(lambda: [kernels._products.run(x, w) for w in weights]) / count  # noqa: B023
+            row["torch_ms"] = milliseconds(lambda: [x @ w for w in weights]) / count  # noqa: B023
             row["of_torch"] = row["torch_ms"] / row["ms"]
             row["of_copy"] = size / row["ms"] / 1e6 / limits["copy_gb_s"]
             show(row)
             rows.append(row)
-        stored.clear()
-        weights.clear()
     return rows
 
 

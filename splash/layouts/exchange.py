@@ -190,7 +190,7 @@ class LocalAttention:
             else:
                 q = heads.absorb(q, turn.cos, turn.sin, kernels)
                 latent, _ = attention.attend(q, pages_SPK, batch, inputs.scale, inputs.value_dim)
-                out = heads.values(latent, kernels)
+                out = heads.values(latent)
             if index is None:
                 return out
             outs.append((index, out))
@@ -319,8 +319,7 @@ class OwnerExchange(ShardedExchange):
         q_TnhK = comm.all_to_all(q_nhK, self._by_owner, self._own).view(ranks, own, *q_nhK.shape[1:])
         out_nHC, _ = inputs.attend(q_TnhK.transpose(0, 1).flatten(1, 2), self._batch)
         out_TnhC = out_nHC.view(own, ranks, q_nhK.shape[1], inputs.value_dim).transpose(0, 1).contiguous()
-        out_nhC = comm.all_to_all(out_TnhC.flatten(0, 1), self._own, self._by_owner)
-        return inputs.heads.values(out_nhC, self.group.kernels)
+        return inputs.heads.values(comm.all_to_all(out_TnhC.flatten(0, 1), self._own, self._by_owner))
 
 
 class HeadExchange(ShardedExchange):
@@ -336,7 +335,7 @@ class HeadExchange(ShardedExchange):
         q_HnK = self.group.comm.all_gather(q_nhK.transpose(0, 1).contiguous(), heads_T)
         out_nHC, lse_nH = inputs.attend(q_HnK.transpose(0, 1).contiguous(), self._batch)
         out_hnC = merge_parts(out_nHC.transpose(0, 1), lse_nH.t(), heads_T, self.group)
-        return inputs.heads.values(out_hnC.transpose(0, 1), self.group.kernels)
+        return inputs.heads.values(out_hnC.transpose(0, 1))
 
 
 class PositionExchange(Exchange):
@@ -393,8 +392,7 @@ class PositionExchange(Exchange):
         self.group.kernels.store(inputs.pages_SPK, self._single_store, rows[:, width:])
         q_nHK = inputs.absorbed(rows[:, :width], self._single_rotary)
         out_nHC, lse_nH = inputs.attend(q_nHK, self._single_batch)
-        out_nHC = merge_parts(out_nHC, lse_nH, self._single_counts, self.group)
-        return inputs.heads.values(out_nHC, self.group.kernels)
+        return inputs.heads.values(merge_parts(out_nHC, lse_nH, self._single_counts, self.group))
 
 
 def merge_parts(out_aC: Tensor, lse_a: Tensor, counts: Sequence[int], group: Rank) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -49,16 +50,17 @@ class Heads:
         num_rows, num_heads, head_dim = q_nhd.shape
         nope, latent = self.nope_dim, self.kv_b.shape[2]
         q_nhK = q_nhd.new_empty(num_rows, num_heads, latent + head_dim - nope)
-        # Both parts are written in place.
-        kernels.product(q_nhd[..., :nope].transpose(0, 1), self.kv_b[:, :nope], q_nhK[..., :latent].transpose(0, 1))
+        # Both parts are written in place: bmm takes a result whose rows lie apart.
+        out_hnC = q_nhK[..., :latent].transpose(0, 1)
+        torch.bmm(q_nhd[..., :nope].transpose(0, 1), self.kv_b[:, :nope], out=out_hnC)
         kernels.rotate(q_nhd[..., nope:], cos_nR, sin_nR, q_nhK[..., latent:])
         return q_nhK
 
-    def values(self, out_nhC: Tensor, kernels: Kernels) -> Tensor:
+    def values(self, out_nhC: Tensor) -> Tensor:
         """Attention in the latent space moved out of it: [n, h, C] -> [n, h, V]."""
         w_uv_hCV = self.kv_b[:, self.nope_dim :].transpose(1, 2)
         values_nhV = out_nhC.new_empty(*out_nhC.shape[:2], w_uv_hCV.shape[2])
-        kernels.product(out_nhC.transpose(0, 1), w_uv_hCV, values_nhV.transpose(0, 1))
+        torch.bmm(out_nhC.transpose(0, 1), w_uv_hCV, out=values_nhV.transpose(0, 1))
         return values_nhV
 
     def output(self, values_nhV: Tensor, kernels: Kernels) -> Tensor:

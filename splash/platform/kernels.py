@@ -1,7 +1,7 @@
 """The fused operations that a platform has.
 
 Shape suffixes: n rows, H heads, Q q-lora rank, C kv-lora rank, K = C + R, R rotary dim, D hidden size, P page size,
-S slots, E experts, k chosen ones, I intermediate dim; B batch, K summed dim and N columns of a product.
+S slots, E experts, k chosen ones, I intermediate dim.
 """
 
 from __future__ import annotations
@@ -29,14 +29,8 @@ class Kernels(ABC):
         """(rms_norm of the sum, the sum), both [n, D]."""
 
     @abstractmethod
-    def product(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """x @ w, or that of each member of a batch.
-
-        Args:
-            x: [n, K] or [B, n, K].
-            w: [K, N] or [B, K, N]; a transposed view costs nothing.
-            out: where to write the result, [n, N] or [B, n, N], whose rows may lie apart; new memory by default.
-        """
+    def product(self, x_nK: torch.Tensor, w_KN: torch.Tensor) -> torch.Tensor:
+        """x @ w with weights, which may be a transposed view: [n, K] and [K, N] -> [n, N]."""
 
     @abstractmethod
     def latent_rows(

@@ -50,7 +50,6 @@ def compile_kernel(
 ) -> Any:
     """Compile with the pointers, sizes and constants that a launch would have."""
     signature, values, attributes = {}, {}, {}
-    constants = {"EARLY": (target.backend, target.arch) == ("cuda", 90), **constants}
     for place, name in enumerate(kernel.arg_names):
         if types and name in types:
             signature[name] = types[name]
@@ -142,7 +141,7 @@ def product_cases(target: Target, dtype: torch.dtype) -> list[tuple[str, Any, di
     for k_inner, shape in ((True, (t.columns, t.depth)), (False, (t.depth, t.columns))):
         constants = {
             "BLOCK_M": t.rows, "BLOCK_N": t.columns, "BLOCK_K": t.depth, "K_INNER": k_inner, "USE_TMA": t.tma,
-            "X_TMA": t.tma, "STAGES": t.stages, "PRECISION": t.precision, "UNROLL": 4, "weights": None, "rows": None,
+            "STAGES": t.stages, "PRECISION": t.precision, "UNROLL": 4, "weights": None, "rows": None,
         }  # fmt: skip
         if not t.tma:
             constants |= {"w_k": 1} if k_inner else {"w_n": 1}

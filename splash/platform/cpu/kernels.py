@@ -23,8 +23,8 @@ class CpuKernels(Kernels):
         total_nD = x_nD + residual_nD
         return self.rms_norm(total_nD, weight_D, eps), total_nD
 
-    def product(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        return torch.bmm(x, w, out=out) if x.dim() == 3 else torch.mm(x, w, out=out)
+    def product(self, x_nK: torch.Tensor, w_KN: torch.Tensor) -> torch.Tensor:
+        return x_nK @ w_KN
 
     def latent_rows(
         self,

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from splash.platform.triton.launch import Tiles, begin, descriptor, early, next_power_of_2
+from splash.platform.triton.launch import Tiles, descriptor, next_power_of_2
 
 _PAIRS_AT_ONCE = 256
 _BLOCKS_AT_ONCE = 32
@@ -37,13 +37,12 @@ def _product(a_MK, b_NK, acc, SWAP: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def assign_kernel(
     expert_ptr, starts_ptr, block_expert_ptr, pairs_ptr, num_pairs, first_expert, num_experts, max_blocks,
-    BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """All pairs in one program: the expert of each block (-1 beyond the last), and the pair that each row is.
 
     `starts` is for the program itself: each expert's next free row. Rows of blocks that have no expert are left as is.
     """
-    begin(EARLY)
     p_P, e_E, b_B = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_B)
     expert_P = tl.load(expert_ptr + p_P, mask=p_P < num_pairs, other=-1).to(tl.int32) - first_expert
     local_P = (expert_P >= 0) & (expert_P < num_experts) & (p_P < num_pairs)
@@ -109,10 +108,9 @@ def place_kernel(
 def up_kernel(
     x_ptr, w13_ptr, w13_desc, pairs_ptr, block_expert_ptr, hidden_ptr, x_row, D, I, top_k,  # noqa: E741
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, USE_TMA: tl.constexpr,
-    SWAP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    SWAP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A block of padded rows times a block of gate and up columns, and silu(gate) * up into `hidden` [padded, I]."""
-    begin(EARLY)
     block = tl.program_id(1)
     expert = tl.load(block_expert_ptr + block)
     if expert < 0:
@@ -152,10 +150,9 @@ def up_kernel(
 def down_kernel(
     hidden_ptr, hidden_desc, w2_ptr, w2_desc, pairs_ptr, block_expert_ptr, y_ptr, D, I,  # noqa: E741
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, USE_TMA: tl.constexpr,
-    SWAP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    SWAP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A block of padded rows of `hidden` times a block of w2's rows, to the rows' own pairs in `y` [pairs, D]."""
-    begin(EARLY)
     block = tl.program_id(1)
     expert = tl.load(block_expert_ptr + block)
     if expert < 0:
@@ -186,9 +183,8 @@ def down_kernel(
 @triton.jit
 def combine_kernel(
     y_ptr, expert_ptr, weight_ptr, beside_ptr, out_ptr, first_expert, num_experts, D,
-    TOP_K: tl.constexpr, BLOCK_D: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_D: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     d_D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     sum_D = tl.zeros([BLOCK_D], dtype=tl.float32)
@@ -247,7 +243,7 @@ def experts(
         x_nD, w13_EID, descriptor(w13_EID.flatten(0, 1), t.columns, t.depth) if tma else None,
         pairs, block_expert, hidden, x_nD.stride(0), dim, width, top_k,
         BLOCK_M=t.rows, BLOCK_N=t.columns, BLOCK_K=t.depth, USE_TMA=tma, SWAP=t.swap,
-        PRECISION=t.precision, STAGES=t.stages, num_warps=t.warps, **early(x_nD.device),
+        PRECISION=t.precision, STAGES=t.stages, num_warps=t.warps,
     )  # fmt: skip
     t = down_tiles
     tma = t.tma and dim % t.columns == 0 and width % t.depth == 0
@@ -256,13 +252,13 @@ def experts(
         w2_EDI, descriptor(w2_EDI.flatten(0, 1), t.columns, t.depth) if tma else None,
         pairs, block_expert, y, dim, width,
         BLOCK_M=t.rows, BLOCK_N=t.columns, BLOCK_K=t.depth, USE_TMA=tma, SWAP=t.swap,
-        PRECISION=t.precision, STAGES=t.stages, num_warps=t.warps, **early(x_nD.device),
+        PRECISION=t.precision, STAGES=t.stages, num_warps=t.warps,
     )  # fmt: skip
     block_dim = min(1024, next_power_of_2(dim))
     beside_nD = None if beside_nD is None else beside_nD.contiguous()
     combine_kernel[(num_rows, triton.cdiv(dim, block_dim))](
         y, expert_nk, weight_nk, beside_nD, out, first_expert, num_experts, dim,
-        TOP_K=top_k, BLOCK_D=block_dim, ADD=beside_nD is not None, **early(x_nD.device),
+        TOP_K=top_k, BLOCK_D=block_dim, ADD=beside_nD is not None,
     )  # fmt: skip
     return out
 
@@ -279,7 +275,7 @@ def _assigned(
         assign_kernel[(1,)](
             expert_nk, starts, block_expert, pairs, num_pairs, first_expert, num_experts, blocks,
             BLOCK_P=max(32, next_power_of_2(num_pairs)), BLOCK_E=next_power_of_2(num_experts),
-            BLOCK_B=next_power_of_2(blocks), BLOCK_M=block_rows, **early(device),
+            BLOCK_B=next_power_of_2(blocks), BLOCK_M=block_rows,
         )  # fmt: skip
         return block_expert, pairs
     counts = torch.zeros_like(starts)

@@ -8,16 +8,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from splash.platform.triton.launch import begin
-
 
 @triton.jit
 def rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, eps, x_row, residual_row, D,
-    BLOCK_D: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_D: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """One row a program; with ADD the row is x + residual, which is kept as well."""
-    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     d_D = tl.arange(0, BLOCK_D)
     mask_D = d_D < D
@@ -35,10 +32,9 @@ def rms_norm_kernel(
 @triton.jit
 def rotate_kernel(
     x_ptr, cos_ptr, sin_ptr, out_ptr, num_heads, x_row, x_head, out_row, out_head, HALF,
-    BLOCK_HALF: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_H heads of one row a program. `out` may be `x`: a program reads what it writes before writing it."""
-    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     head_H = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     r_R = tl.arange(0, BLOCK_HALF)
@@ -67,13 +63,11 @@ def _norm_row(x_ptr, weight_ptr, out_ptr, eps, D, BLOCK_D: tl.constexpr):
 def latent_kernel(
     down_ptr, q_weight_ptr, kv_weight_ptr, cos_ptr, sin_ptr, index_ptr, query_ptr, out_ptr, eps, down_row, slot_stride,
     key_stride, Q, C, HALF, BLOCK_Q: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_HALF: tl.constexpr, PAGE: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row of [query | latent | rotary key]: program (row, 1) norms the query, (row, 0) makes what is cached.
 
     That goes to the row's own place, or (PAGE > 0) into the cache; a negative index stores nothing.
     """
-    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     down_ptr += row * down_row
     if tl.program_id(1) == 1:
@@ -115,8 +109,7 @@ def store_kernel(
 
 
 @triton.jit
-def silu_and_mul_kernel(x_ptr, out_ptr, x_row, I, BLOCK_I: tl.constexpr, EARLY: tl.constexpr):  # noqa: E741
-    begin(EARLY)
+def silu_and_mul_kernel(x_ptr, out_ptr, x_row, I, BLOCK_I: tl.constexpr):  # noqa: E741
     row = tl.program_id(0).to(tl.int64)
     i_I = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
     gate_I = tl.load(x_ptr + row * x_row + i_I, mask=i_I < I, other=0.0).to(tl.float32)

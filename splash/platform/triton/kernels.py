@@ -9,7 +9,7 @@ from splash.core.spec import MoeSpec
 from splash.platform.kernels import Kernels
 from splash.platform.triton import fused
 from splash.platform.triton.experts import experts
-from splash.platform.triton.launch import Target, Tiles, early, next_power_of_2, target_of
+from splash.platform.triton.launch import Target, Tiles, next_power_of_2, target_of
 from splash.platform.triton.products import Products
 from splash.platform.triton.route import route
 
@@ -38,14 +38,9 @@ class TritonKernels(Kernels):
         _norm(_rows(x_nD), _rows(residual_nD), weight_D, out, total, eps, True)
         return out, total
 
-    def product(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """As `Kernels.product`: by a kernel of our own for a few rows, else by torch."""
-        batch = (x, w) if x.dim() == 3 else (x.unsqueeze(0), w.unsqueeze(0))
-        if not self._products.fits(*batch):
-            return torch.bmm(x, w, out=out) if x.dim() == 3 else torch.mm(x, w, out=out)
-        out = x.new_empty(*x.shape[:-1], w.shape[-1]) if out is None else out
-        self._products.run(*batch, out if x.dim() == 3 else out.unsqueeze(0))
-        return out
+    def product(self, x_nK: torch.Tensor, w_KN: torch.Tensor) -> torch.Tensor:
+        """As `Kernels.product`: by a kernel of our own where that is the faster one, else by torch."""
+        return self._products.run(x_nK, w_KN) if self._products.fits(x_nK, w_KN) else x_nK @ w_KN
 
     def latent_rows(
         self,
@@ -82,7 +77,7 @@ class TritonKernels(Kernels):
         fused.rotate_kernel[(num_rows, triton.cdiv(num_heads, block))](
             x_nHR, cos_nR, sin_nR, out_nHR, num_heads,
             x_nHR.stride(0), x_nHR.stride(1), out_nHR.stride(0), out_nHR.stride(1), dim // 2,
-            BLOCK_HALF=next_power_of_2(dim // 2), BLOCK_H=block, **early(x_nHR.device),
+            BLOCK_HALF=next_power_of_2(dim // 2), BLOCK_H=block,
         )  # fmt: skip
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
@@ -92,7 +87,7 @@ class TritonKernels(Kernels):
         if out.numel():
             block = min(1024, next_power_of_2(width))
             grid = (len(rows), triton.cdiv(width, block))
-            fused.silu_and_mul_kernel[grid](rows, out, rows.stride(0), width, BLOCK_I=block, **early(x.device))
+            fused.silu_and_mul_kernel[grid](rows, out, rows.stride(0), width, BLOCK_I=block)
         return out
 
     def store(self, pages_SPK: torch.Tensor, index_n: torch.Tensor, rows_nK: torch.Tensor) -> None:
@@ -169,7 +164,6 @@ def _norm(
         fused.rms_norm_kernel[(num_rows,)](
             x_nD, residual_nD, weight_D, out, total, eps, x_nD.stride(0), residual_nD.stride(0), dim,
             BLOCK_D=next_power_of_2(dim), ADD=add, num_warps=8 if dim > 2048 else 4,
-            **early(x_nD.device),
         )  # fmt: skip
 
 
@@ -197,6 +191,6 @@ def _latents(
         down_nX, q_weight_Q, kv_weight_C, cos_nR, sin_nR, index_n, query_nQ, out, eps, down_nX.stride(0), slot_stride,
         out.stride(-2), query_dim, dim, half,
         BLOCK_Q=next_power_of_2(query_dim), BLOCK_C=next_power_of_2(dim), BLOCK_HALF=max(1, next_power_of_2(half)),
-        PAGE=page_size, **early(down_nX.device),
+        PAGE=page_size,
     )  # fmt: skip
     return query_nQ

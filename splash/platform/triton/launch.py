@@ -1,9 +1,4 @@
-"""What every launch needs: which target the kernels run on, tile sizes for it, tensor descriptors, early starts.
-
-On Hopper and later a kernel may start while the one before it in the stream still runs (programmatic dependent launch).
-Those that are launched so begin with `begin`: they let the next one start, and wait for the results of the one before.
-That hides a kernel's own start, which is a large share of the time of a small one.
-"""
+"""What every launch needs: which target the kernels run on, tile sizes for it, tensor descriptors."""
 
 from __future__ import annotations
 
@@ -11,8 +6,6 @@ import functools
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -65,19 +58,6 @@ def target_of(device: torch.device) -> Target:
     properties = torch.cuda.get_device_properties(device)
     kind = "hip" if torch.version.hip else "cuda"
     return Target(kind, properties.major if kind == "cuda" else 0, properties.multi_processor_count)
-
-
-def early(device: torch.device) -> dict[str, bool]:
-    """Options of a launch of a kernel that calls `begin`. Measured on Hopper; elsewhere nothing starts early."""
-    return {"EARLY": True, "launch_pdl": True} if target_of(device).capability == 9 else {"EARLY": False}
-
-
-@triton.jit
-def begin(EARLY: tl.constexpr):
-    """Let the next kernel start, and wait for what all kernels before have written. To be called by every program."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
 
 
 def next_power_of_2(n: int) -> int:

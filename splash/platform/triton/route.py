@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from splash.core.spec import MoeSpec
-from splash.platform.triton.launch import begin, early, next_power_of_2
+from splash.platform.triton.launch import next_power_of_2
 
 _SPLIT_ROWS = 256  # most rows whose product is split
 _MAX_EXPERTS = 64  # experts of a program of the product
@@ -25,10 +25,8 @@ _LOW = tl.constexpr(0xFFFF)  # bits of an expert's number
 def scores_kernel(
     x_ptr, router_ptr, part_ptr, num_rows, num_experts, D, x_row,
     BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Part [split, n, E] of x router^T, of DEPTH hidden dims."""
-    begin(EARLY)
     split = tl.program_id(0)
     n_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     e_E = tl.program_id(2) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -79,10 +77,9 @@ def _score(part_ptr, place, mask, stride, splits):
 def choose_kernel(
     part_ptr, bias_ptr, expert_ptr, weight_ptr, num_rows, num_experts, group_size, splits, scaling,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP_K: tl.constexpr, NORM: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The TOP_K best experts of a row among its TOP_GROUPS best groups, best first; of equal ones the first."""
-    begin(EARLY)
     row = tl.program_id(0)
     g_G, s_S, k_K = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_K)
     e_GS = g_G[:, None] * group_size + s_S[None, :]
@@ -133,7 +130,7 @@ def route(
         parts, bias_E, expert_nk, weight_nk, num_rows, num_experts, group_size, len(parts), moe.routed_scaling_factor,
         GROUPS=groups, TOP_GROUPS=top_groups, TOP_K=top_k, NORM=moe.norm_topk_prob,
         BLOCK_G=next_power_of_2(groups), BLOCK_S=next_power_of_2(group_size), BLOCK_K=next_power_of_2(top_k),
-        num_warps=1, **early(x_nD.device),
+        num_warps=1,
     )  # fmt: skip
     return expert_nk, weight_nk
 
@@ -147,6 +144,6 @@ def _split_scores(x_nD: torch.Tensor, router_ED: torch.Tensor) -> torch.Tensor:
     parts = torch.empty(splits, num_rows, num_experts, dtype=torch.float32, device=x_nD.device)
     scores_kernel[(splits, triton.cdiv(num_rows, block_n), triton.cdiv(num_experts, block_e))](
         x_nD, router_ED, parts, num_rows, num_experts, dim, x_nD.stride(0),
-        BLOCK_N=block_n, BLOCK_E=block_e, BLOCK_K=64, DEPTH=depth, **early(x_nD.device),
+        BLOCK_N=block_n, BLOCK_E=block_e, BLOCK_K=64, DEPTH=depth,
     )  # fmt: skip
     return parts
