@@ -15,6 +15,7 @@ import triton.language as tl
 from splash.platform.triton.launch import Target, Tiles, describable, descriptor, next_power_of_2
 
 MAX_ROWS, MAX_COLUMNS = 16, 64  # of a tile
+_MEASURED_BYTES = range(16 << 20, 300 << 20)  # of weights: with fewer the library is faster, with more it was not asked
 _LEAST_TILES = 3  # of a part: one more part costs as much
 _PARTS_AT_ONCE = 4
 
@@ -98,16 +99,12 @@ class Products:
         self._arrivals = torch.zeros(most, dtype=torch.int32, device=device)  # 0 between products
 
     def fits(self, x_nK: torch.Tensor, w_KN: torch.Tensor) -> bool:
-        """Whether `run` is for these, and the faster way to do them. Measured on Hopper; elsewhere the library does it.
-
-        With more columns the library needs not split the sum, and reads as fast.
-        """
-        t = product_tiles(self._target, x_nK.dtype)
-        is_measured = self._target.capability == 9 and x_nK.element_size() == 2
+        """Whether `run` is for these, and was measured to be faster than the library, which was done on Hopper."""
+        num_bytes = w_KN.numel() * w_KN.element_size()
+        is_faster = self._target.capability == 9 and x_nK.element_size() == 2 and num_bytes in _MEASURED_BYTES
         return (
-            (is_measured or self._target.kind == "interpreter")
+            (is_faster or self._target.kind == "interpreter")
             and 0 < len(x_nK) <= MAX_ROWS
-            and triton.cdiv(w_KN.shape[1], t.columns) <= self._target.processors
             and x_nK.dtype == w_KN.dtype
             and x_nK.stride(1) == 1
             and 1 in w_KN.stride()
