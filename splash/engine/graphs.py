@@ -109,9 +109,8 @@ class DecodeGraphs:
         self.seconds = time.monotonic() - started
 
     def _record(self, rows: StepRows) -> _Recorded:
-        attention, page_size = self._graphs.attention, self._geometry.page_size
-        num_rows = len(rows.tokens_N)
-        inputs = FixedInputs(self._group.device, attention, num_rows, self._max_pages, page_size, self._dtype)
+        attention, num_rows = self._graphs.attention, len(rows.tokens_N)
+        inputs = FixedInputs(self._group.device, attention, num_rows, self._max_pages, self._geometry, self._dtype)
         step = self._transformer.prepare(rows, inputs)
         inputs.send()
         self._transformer.forward(step)  # kernels are compiled and workspaces made outside of the recording

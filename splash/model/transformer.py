@@ -196,7 +196,7 @@ class Transformer:
             AttentionInputs(
                 heads=heads,
                 x_nD=x_nD,
-                down_nX=x_nD @ layer.down.t(),
+                down_nX=self._group.kernels.product(x_nD, layer.down.t()),
                 q_norm_Q=layer.q_a_norm,
                 kv_norm_C=layer.kv_a_norm,
                 eps=LATENT_NORM_EPS,
@@ -206,7 +206,7 @@ class Transformer:
                 group=self._group,
             )
         )
-        return heads.output(values_nhV)
+        return heads.output(values_nhV, self._group.kernels)
 
     def _scores(self, x_nD: Tensor, sampled: SampledRows) -> Tensor:
         """Final norm and LM head of the sampled rows only, for this rank's share of the vocabulary."""
