@@ -14,7 +14,7 @@ import hashlib
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -32,10 +32,15 @@ Keys = Sequence[bytes]  # of a request's first pages
 
 def extend_keys(keys: list[bytes], tokens: Sequence[int], page_size: int, num_pages: int) -> None:
     """Add the keys of the pages of `tokens` up to `num_pages`, all of them full."""
-    for page in range(len(keys), num_pages):
-        digest = hashlib.blake2b(keys[-1] if keys else b"", digest_size=KEY_BYTES)
-        digest.update(array("i", tokens[page * page_size : (page + 1) * page_size]))
-        keys.append(digest.digest())
+    first = len(keys)
+    if first >= num_pages:
+        return
+    content = array("i", tokens[first * page_size : num_pages * page_size])
+    data, size = content.tobytes(), content.itemsize * page_size
+    key = keys[-1] if keys else b""
+    for start in range(0, len(data), size):
+        key = hashlib.blake2b(key + data[start : start + size], digest_size=KEY_BYTES).digest()
+        keys.append(key)
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +56,7 @@ class CachedPage:
         slots: its slot on each rank, NO_SLOT where there is none.
         refs: requests that hold it.
         released: when it last became idle, by a clock of releases.
-        ranks: those that have a slot of it, in order.
+        ranks: those that have a slot of it, in order; read off `slots` where left out.
     """
 
     key: bytes
@@ -62,10 +67,10 @@ class CachedPage:
     slots: tuple[int, ...]
     refs: int = 0
     released: int = 0
-    ranks: tuple[int, ...] = field(init=False)
+    ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        self.ranks = tuple([rank for rank, slot in enumerate(self.slots) if slot != NO_SLOT])
+        self.ranks = self.ranks or tuple([rank for rank, slot in enumerate(self.slots) if slot != NO_SLOT])
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +98,7 @@ class PrefixCache(PagePool):
         border: int = 0,
     ) -> None:
         super().__init__(layout, slots, resident, withheld, border)
-        self._by_key: dict[tuple[bytes, int], CachedPage] = {}  # (key, place)
+        self._by_key: dict[bytes, dict[int, CachedPage]] = {}  # key -> place -> page
         self._by_id: dict[tuple[int, int], CachedPage] = {}  # (id, place)
         # Idle pages by their first holder, next to be evicted first: pages with the same holders are in one queue.
         self._idle: list[OrderedDict[int, CachedPage]] = [OrderedDict() for _ in slots]
@@ -106,24 +111,30 @@ class PrefixCache(PagePool):
 
     def match(self, keys: Keys) -> list[list[CachedPage]]:
         """For a request of each rank, the pages that it would find: as many of the first of `keys` as are there."""
-        found: list[list[CachedPage]] = []
-        for place in range(self.ranks if self.layout.kv is KV.REQUEST else 1):
-            pages = []
-            for key in keys:
-                page = self._by_key.get((key, place))
-                if page is None:
-                    break
-                pages.append(page)
-            found.append(pages)
-        return found if len(found) == self.ranks else found * self.ranks
+        num_places = self.ranks if self.layout.kv is KV.REQUEST else 1
+        counts, going_on = [0] * num_places, set(range(num_places))
+        copies: list[dict[int, CachedPage]] = []
+        for key in keys:
+            there = self._by_key.get(key)
+            if there is None:
+                break
+            for place in going_on - there.keys():
+                counts[place] = len(copies)
+                going_on.remove(place)
+            if not going_on:
+                break
+            copies.append(there)
+        for place in going_on:
+            counts[place] = len(copies)
+        found = [[there[place] for there in copies[:count]] for place, count in enumerate(counts)]
+        return found if num_places == self.ranks else found * self.ranks
 
     def takes(self, owner: int, shared: Sequence[CachedPage], count: int) -> list[int]:
         """Free pages on each rank that a request of `owner` takes to have `count`, of which the first are `shared`."""
         takes = self._holders[owner].needs(len(shared), count - len(shared))
-        for page in shared:
-            if not page.refs:
-                for rank in page.ranks:
-                    takes[rank] += 1
+        for page in [page for page in shared if not page.refs]:
+            for rank in page.ranks:
+                takes[rank] += 1
         return takes
 
     def freed(self, held: HeldPages, given_up: Counter[CachedPage]) -> list[int]:
@@ -157,7 +168,7 @@ class PrefixCache(PagePool):
             for rank in page.ranks:
                 held.counts[rank] += 1
                 held.last[rank] = page.slots[rank]
-        held.table.extend([page.slots for page in pages])
+        held.table.append(*[page.slots for page in pages])
 
     def enter(self, held: HeldPages, number: int, keys: Keys) -> None:
         """Let others find a page of a request, now that it is full and written. `keys` are those of its first pages.
@@ -165,14 +176,15 @@ class PrefixCache(PagePool):
         Where the same was computed twice at once, the later one stays private.
         """
         key, place = keys[number], self._place(held.owner)
-        if (key, place) in self._by_key:
-            return
-        if self.layout.kv is KV.REQUEST:
-            copies = (self._by_key.get((key, other)) for other in range(self.ranks))
-            held.ids[number] = next((copy.id for copy in copies if copy is not None), held.ids[number])
+        copies = self._by_key.get(key)
+        if copies:
+            if place in copies:
+                return
+            held.ids[number] = next(iter(copies.values())).id  # which all of them have
         (slots,) = held.table.rows(number, number + 1)
         parent = keys[number - 1] if number else b""
-        self._add(CachedPage(key, parent, number, held.ids[number], place, slots, refs=1))
+        ranks = self._holders[held.owner].of(number)
+        self._add(CachedPage(key, parent, number, held.ids[number], place, slots, 1, 0, ranks))
 
     # --- what the pool does, with idle pages counting as free ---
 
@@ -194,34 +206,52 @@ class PrefixCache(PagePool):
         return round(self._waits / self._releases) if self._releases else 0
 
     def grow(self, held: HeldPages, count: int) -> bool:
-        while not super().grow(held, count):
-            if self.lacking(held.owner, len(held), count):
-                return False
-            needs = self._holders[held.owner].needs(len(held), count)
-            for rank, allocator in enumerate(self._allocators):
-                while needs[rank] > allocator.num_free:
-                    self._evict_next(rank)
-        return True
+        if super().grow(held, count):
+            return True
+        if self.lacking(held.owner, len(held), count):
+            return False
+        self._make_room(self._holders[held.owner].needs(len(held), count))
+        return super().grow(held, count)
 
-    def release(self, held: HeldPages) -> None:
-        """Let go of all pages of a request, whose table is empty afterwards. Those in the cache stay, deepest first."""
-        place = self._place(held.owner)
+    def grow_each(self, growing: Sequence[HeldPages]) -> bool:
+        if super().grow_each(growing):
+            return True
+        needs = [0] * self.ranks
+        for held in growing:
+            for rank in self._holders[held.owner].of(len(held)):
+                needs[rank] += 1
+        if any([need > free for need, free in zip(needs, self.num_free, strict=True)]):
+            return False
+        self._make_room(needs)
+        return super().grow_each(growing)
+
+    def _make_room(self, needs: Sequence[int]) -> None:
+        """Evict until each rank has so many free slots."""
+        for rank, allocator in enumerate(self._allocators):
+            while needs[rank] > allocator.num_free:
+                self._evict_next(rank)
+
+    def release(self, *given_up: HeldPages) -> None:
+        """Let go of all pages of some requests, whose tables are empty afterwards. Those in the cache stay, the deepest
+        of each request first to be evicted."""
+        if not self._by_id:
+            super().release(*given_up)
+            return
         private: list[list[int]] = [[] for _ in range(self.ranks)]
-        holders, number = self._holders[held.owner], len(held)
-        for id, slots in zip(reversed(held.ids), reversed(held.table.rows(0, len(held))), strict=True):
-            page = self._by_id.get((id, place))
-            number -= 1
-            if page is None:
-                for rank in holders.of(number):
-                    private[rank].append(slots[rank])
-                continue
-            page.refs -= 1
-            if not page.refs:
-                self._become_idle(page)
+        for held in given_up:
+            place, holders, number = self._place(held.owner), self._holders[held.owner], len(held)
+            for id, slots in zip(reversed(held.ids), reversed(held.table.rows(0, number)), strict=True):
+                page = self._by_id.get((id, place))
+                number -= 1
+                if page is None:
+                    for rank in holders.of(number):
+                        private[rank].append(slots[rank])
+                    continue
+                page.refs -= 1
+                if not page.refs:
+                    self._become_idle(page)
+            held.clear()
         super().free(private)
-        held.counts, held.last = [0] * self.ranks, [None] * self.ranks
-        held.table.clear()
-        held.ids.clear()
 
     def are_free(self, slots: Sequence[Sequence[int]]) -> bool:
         if super().are_free(slots):
@@ -270,7 +300,7 @@ class PrefixCache(PagePool):
         return self._idle[page.ranks[0]]
 
     def _add(self, page: CachedPage) -> None:
-        self._by_key[page.key, page.place] = page
+        self._by_key.setdefault(page.key, {})[page.place] = page
         self._by_id[page.id, page.place] = page
 
     def _become_idle(self, page: CachedPage) -> None:
@@ -294,7 +324,10 @@ class PrefixCache(PagePool):
 
     def _evict(self, page: CachedPage) -> None:
         self._leave_idle(page)
-        del self._by_key[page.key, page.place], self._by_id[page.id, page.place]
+        copies = self._by_key[page.key]
+        del copies[page.place], self._by_id[page.id, page.place]
+        if not copies:
+            del self._by_key[page.key]
         super().free([[slot] if slot != NO_SLOT else [] for slot in page.slots])
 
     # --- switches ---
@@ -318,7 +351,7 @@ class PrefixCache(PagePool):
             page: CachedPage | None = leaf
             while page is not None:
                 pages.append(page)
-                page = self._by_key.get((page.parent, page.place))
+                page = self._by_key.get(page.parent, {}).get(page.place)
             if pages[-1].parent:
                 continue  # a page before it is gone, so nobody would find it
             owner = 0
@@ -435,7 +468,7 @@ class PrefixCache(PagePool):
 
     def distrust(self, other: PrefixCache) -> None:
         """Evict every idle page that `other`, a pool over the same slots, does not know to lie where it lies here."""
-        known = {(page.key, *at) for page in other._by_key.values() for at in enumerate(page.slots)}
+        known = {(page.key, *at) for page in other._by_id.values() for at in enumerate(page.slots)}
         self.evict(
             lambda page: any(
                 slot != NO_SLOT and (page.key, rank, slot) not in known for rank, slot in enumerate(page.slots)

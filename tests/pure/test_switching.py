@@ -87,7 +87,7 @@ def spoil(group: FakeGroup, scheduler: Scheduler, before: Rebase) -> None:
     held = [held for request, held, _ in before.requests if held is not None and request.id in running]
     alive = {at for pages in held for row in pages.table.slots_cT.tolist() for at in enumerate(row)}
     known = [
-        {(page.key, *at) for page in pool._by_key.values() for at in enumerate(page.slots)}
+        {(page.key, *at) for page in pool._by_id.values() for at in enumerate(page.slots)}
         for pool in (before.pool, scheduler.pool)
     ]
     alive |= {(rank, slot) for _, rank, slot in known[0] & known[1]}
