@@ -40,8 +40,8 @@ class Arrivals:
     """Rate and prompt lengths of arrivals: exponentially weighted by time, and the last ones."""
 
     def __init__(self) -> None:
-        self._count = 0.0  # arrivals, each worth less the longer ago it was
-        self._first_s = 0.0  # of those that come one after another now
+        self._count = 0.0  # arrivals of those that come one after another now, each worth less the longer ago it was
+        self._first_s = 0.0  # of them
         self._last_s = 0.0
         self._prompts: deque[int] = deque(maxlen=PROMPTS)
         self._sum = 0
@@ -58,7 +58,7 @@ class Arrivals:
         """A request of so many prompt tokens came at `now` seconds."""
         silence = now - self._last_s
         if silence * self._count > LULL * WINDOW_S or not self._count:
-            self._first_s = now
+            self._first_s, self._count = now, 0.0
         self._count = self._count * math.exp(-silence / WINDOW_S) + 1.0
         self._last_s = now
         if len(self._prompts) == PROMPTS:
@@ -68,12 +68,17 @@ class Arrivals:
         self._sum += num_prompt_tokens
 
     def rate(self, now: float) -> float:
-        """Requests a second, as of `now`. A silence that the rate does not explain lowers it at once: bursts end."""
+        """Requests a second, as of `now`: those after the first over the time since then, the past worth less.
+
+        A silence that the rate does not explain lowers it at once: bursts end.
+        """
         if not self._count:
             return 0.0
-        silence = now - self._last_s
-        rate = self._count * math.exp(-silence / WINDOW_S) / WINDOW_S
-        return min(rate, GAPS / silence) if silence > 0 else rate
+        silence, since_first = now - self._last_s, math.exp((self._first_s - now) / WINDOW_S)
+        count = self._count * math.exp(-silence / WINDOW_S)
+        # Where all have come at one moment nothing tells a rate but the window.
+        rate = count / WINDOW_S if since_first >= 1 else (count - since_first) / (WINDOW_S * (1 - since_first))
+        return min(max(0.0, rate), GAPS / silence) if silence > 0 else rate
 
     def lasting_s(self, now: float) -> float:
         """For how long requests have been coming without a lull, which is for how long more they are expected to."""
