@@ -186,7 +186,7 @@ def _runs(slots: Sequence[int] | np.ndarray) -> Iterator[tuple[int, int]]:
             strict=True,
         )
         return
-    few = sorted(slots)
+    few = sorted(map(int, slots))
     start = few[0] if few else 0
     for before, slot in itertools.pairwise(few):
         if slot != before + 1:
