@@ -6,7 +6,7 @@ A page table serves every layer, so a page is one slot number on each rank that 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Self
 
 import numpy as np
@@ -88,6 +88,12 @@ class PageTable:
         """The slots of `rank` in page order, int32."""
         slots = self.slots_cT[:, rank]
         return slots[slots != NO_SLOT]
+
+    def list_on(self, rank: int) -> list[int]:
+        """The same as a list, and sooner where the pages are few."""
+        stored = self._buffer[: self._length, rank]
+        slots: list[int] = stored[stored != NO_SLOT].tolist() if self._length else []
+        return slots + [page[rank] for page in self._tail if page[rank] != NO_SLOT]
 
     def clear(self) -> None:
         """Forget all pages."""
@@ -211,32 +217,42 @@ class PagePool:
 
     def grow(self, held: HeldPages, count: int) -> bool:
         """Add `count` pages to a request on the ranks that hold them. Where any rank lacks one, add none: False."""
-        first = len(held.ids)
-        table = self._holders[held.owner]
+        first, table = len(held.ids), self._holders[held.owner]
+        if table.only is not None:
+            return self._grow_on(table.only, held, count)
         needs = table.needs(first, count)
         for allocator, need in zip(self._allocators, needs, strict=True):
             if need > allocator.num_free:
                 return False
-        supplies: list[list[int]] = []
+        supplies: list[Iterator[int]] = []
         for rank, need in enumerate(needs):
             slots: list[int] = []
             if need:
                 slots = self._allocators[rank].allocate(need, held.last[rank])
                 held.last[rank] = slots[-1]
                 held.counts[rank] += need
-            supplies.append(slots)
-        if table.only is not None:
-            before, after = self._blank[: table.only], self._blank[table.only + 1 :]
-            held.table.append(*[(*before, slot, *after) for slot in supplies[table.only]])
-        else:
-            supply = [iter(slots) for slots in supplies]
-            pages = []
-            for number in range(first, first + count):
-                page = list(self._blank)
-                for rank in table.of(number):
-                    page[rank] = next(supply[rank])
-                pages.append(tuple(page))
-            held.table.append(*pages)
+            supplies.append(iter(slots))
+        pages = []
+        for number in range(first, first + count):
+            page = list(self._blank)
+            for rank in table.of(number):
+                page[rank] = next(supplies[rank])
+            pages.append(tuple(page))
+        held.table.append(*pages)
+        held.ids += self._new_ids(count)
+        return True
+
+    def _grow_on(self, rank: int, held: HeldPages, count: int) -> bool:
+        """`grow` where one rank holds every page of the request."""
+        allocator = self._allocators[rank]
+        if count > allocator.num_free:
+            return False
+        slots = allocator.allocate(count, held.last[rank])
+        if slots:
+            held.last[rank] = slots[-1]
+            held.counts[rank] += count
+        before, after = self._blank[:rank], self._blank[rank + 1 :]
+        held.table.append(*[(*before, slot, *after) for slot in slots])
         held.ids += self._new_ids(count)
         return True
 
@@ -294,7 +310,7 @@ class PagePool:
         for held in given_up:
             for rank, count in enumerate(held.counts):
                 if count:
-                    freed[rank] += held.table.slots_on(rank).tolist()
+                    freed[rank] += held.table.list_on(rank)
             held.clear()
         self.free(freed)
 

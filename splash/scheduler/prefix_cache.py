@@ -118,11 +118,12 @@ class PrefixCache(PagePool):
             there = self._by_key.get(key)
             if there is None:
                 break
-            for place in going_on - there.keys():
-                counts[place] = len(copies)
-                going_on.remove(place)
-            if not going_on:
-                break
+            if len(there) < num_places:
+                for place in going_on.difference(there):
+                    counts[place] = len(copies)
+                    going_on.remove(place)
+                if not going_on:
+                    break
             copies.append(there)
         for place in going_on:
             counts[place] = len(copies)
