@@ -11,8 +11,9 @@ from splash.core.errors import RequestError
 from splash.core.pages import HeldPages
 from splash.scheduler.chunks import Batch
 from splash.scheduler.config import SchedulerConfig
+from splash.scheduler.idle_pages import CachedPage
 from splash.scheduler.owners import owners_with_room
-from splash.scheduler.prefix_cache import CachedPage, PrefixCache, extend_keys
+from splash.scheduler.prefix_cache import PrefixCache, extend_keys
 from splash.scheduler.request import Request
 
 

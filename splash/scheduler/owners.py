@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from splash.scheduler.prefix_cache import CachedPage, PrefixCache
+from splash.scheduler.idle_pages import CachedPage
+from splash.scheduler.prefix_cache import PrefixCache
 
 
 def balance_owners(

@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from splash.core.layout import KV, Layout
-from splash.core.ownership import page_holders
 from splash.core.pages import HeldPages, HolderTable, PagePool
 from splash.core.step import NO_SLOT
+from splash.scheduler.idle_pages import CachedPage, Chain, IdlePages
 
 KEY_BYTES = 16
 KEEP = 1 - 2.0**-14  # what a release is worth after the next
@@ -43,49 +42,6 @@ def extend_keys(keys: list[bytes], tokens: Sequence[int], page_size: int, num_pa
         keys.append(key)
 
 
-@dataclass(slots=True, eq=False)
-class CachedPage:
-    """A page that is written and full.
-
-    Attributes:
-        key: what it and the pages before it hold.
-        parent: key of the page before it, empty for the first.
-        number: page number, which is the same in every request that holds it.
-        id: its number in `HeldPages.ids`; copies at several places have the same.
-        place: owner rank of the requests that may share it where the layout keeps pages by request, else 0.
-        slots: its slot on each rank, NO_SLOT where there is none.
-        refs: requests that hold it.
-        released: when it last became idle, by a clock of releases.
-        ranks: those that have a slot of it, in order; read off `slots` where left out.
-    """
-
-    key: bytes
-    parent: bytes
-    number: int
-    id: int
-    place: int
-    slots: tuple[int, ...]
-    refs: int = 0
-    released: int = 0
-    ranks: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        self.ranks = self.ranks or tuple([rank for rank, slot in enumerate(self.slots) if slot != NO_SLOT])
-
-
-@dataclass(frozen=True, eq=False)
-class Chain:
-    """Pages that a switch takes along for whoever may ask for them: the first pages of a prompt, up to an idle one.
-
-    Attributes:
-        pages: in page order; those that requests hold as well are among them.
-        owner: owner rank of the requests that are to find them where the target keeps pages by request, else 0.
-    """
-
-    pages: tuple[CachedPage, ...]
-    owner: int
-
-
 class PrefixCache(PagePool):
     """The pages of a group in one layout, shared by content. Without `enter` nothing is ever shared."""
 
@@ -100,9 +56,8 @@ class PrefixCache(PagePool):
         super().__init__(layout, slots, resident, withheld, border)
         self._by_key: dict[bytes, dict[int, CachedPage]] = {}  # key -> place -> page
         self._by_id: dict[tuple[int, int], CachedPage] = {}  # (id, place)
-        # Idle pages by their first holder, next to be evicted first: pages with the same holders are in one queue.
-        self._idle: list[OrderedDict[int, CachedPage]] = [OrderedDict() for _ in slots]
-        self._num_idle = [0] * self.ranks
+        self._idle = IdlePages(self.ranks)
+        self._missed: set[tuple[bytes, int]] = set()  # (key, place) of pages for want of which idle ones are no chain
         self._clock = 0
         # Of the last releases, older ones worth less: how many, and for how many releases pages were idle until found.
         self._releases, self._waits = 0.0, 0.0
@@ -162,7 +117,7 @@ class PrefixCache(PagePool):
         for page in pages:
             assert page.place == self._place(held.owner) and page.number == len(held.ids)
             if not page.refs:
-                self._leave_idle(page)
+                self._idle.remove(page)
                 self._waits += self._clock - page.released
             page.refs += 1
             held.ids.append(page.id)
@@ -192,11 +147,11 @@ class PrefixCache(PagePool):
     @property
     def num_idle(self) -> list[int]:
         """Pages on each rank that no request holds but a request may find."""
-        return list(self._num_idle)
+        return list(self._idle.num_T)
 
     @property
     def num_free(self) -> list[int]:
-        return [free + idle for free, idle in zip(super().num_free, self._num_idle, strict=True)]
+        return [free + idle for free, idle in zip(super().num_free, self._idle.num_T, strict=True)]
 
     @property
     def num_wanted(self) -> int:
@@ -277,54 +232,36 @@ class PrefixCache(PagePool):
     def idle_slots(self, target: Layout | None = None, but: Container[CachedPage] = ()) -> tuple[np.ndarray, ...]:
         """By rank, the slots of idle pages, int64, but for some pages; only of those that `target` could use where they
         lie, if given."""
-        idle = [page for queue in self._idle for page in queue.values() if page not in but]
-        slots = np.array([page.slots for page in idle], dtype=np.int64).reshape(-1, self.ranks)
-        if target is not None:
-            numbers = np.array([page.number for page in idle], dtype=np.int64)
-            resident = np.zeros(len(idle), dtype=bool)
-            for owner in range(self.ranks):
-                wanted = page_holders(numbers, np.full(len(idle), owner), target, self.ranks)
-                resident |= ((slots != NO_SLOT) | ~wanted).all(axis=1)
-            slots = slots[resident]
-        return tuple(own[own != NO_SLOT] for own in slots.T)
+        return self._idle.slots(target, but)
 
     def evict(self, unwanted: Callable[[CachedPage], bool] = lambda page: True) -> None:
         """Evict the idle pages for which `unwanted` holds."""
-        for queue in self._idle:
-            for page in [page for page in queue.values() if unwanted(page)]:
-                self._evict(page)
+        for page in [page for page in self._idle if unwanted(page)]:
+            self._evict(page)
 
     def _place(self, owner: int) -> int:
         return owner if self.layout.kv is KV.REQUEST else 0
 
-    def _queue(self, page: CachedPage) -> OrderedDict[int, CachedPage]:
-        return self._idle[page.ranks[0]]
-
     def _add(self, page: CachedPage) -> None:
         self._by_key.setdefault(page.key, {})[page.place] = page
         self._by_id[page.id, page.place] = page
+        if (page.key, page.place) in self._missed:
+            self._missed.clear()
+            self._idle.forget()
 
     def _become_idle(self, page: CachedPage) -> None:
         self._clock += 1
         self._releases = self._releases * KEEP + 1.0
         self._waits *= KEEP
         page.released = self._clock
-        self._queue(page)[page.id] = page
-        for rank in page.ranks:
-            self._num_idle[rank] += 1
-
-    def _leave_idle(self, page: CachedPage) -> None:
-        del self._queue(page)[page.id]
-        for rank in page.ranks:
-            self._num_idle[rank] -= 1
+        self._idle.add(page)
 
     def _evict_next(self, rank: int) -> None:
         """Evict the page that is next on `rank`."""
-        queue = self._idle[0 if self.layout.kv is KV.REPLICATED else rank]
-        self._evict(next(iter(queue.values())))
+        self._evict(self._idle.first(0 if self.layout.kv is KV.REPLICATED else rank))
 
     def _evict(self, page: CachedPage) -> None:
-        self._leave_idle(page)
+        self._idle.remove(page)
         copies = self._by_key[page.key]
         del copies[page.place], self._by_id[page.id, page.place]
         if not copies:
@@ -341,12 +278,22 @@ class PrefixCache(PagePool):
             room: by rank, slots that they may fill, before and after the switch together.
             most: pages in all, at most.
         """
-        idle = [page for queue in self._idle for page in queue.values()]
+        left, num, chains = list(room), 0, []
+        for chain in self._idle.chains(target, lambda: self._work_out(target)):
+            num += chain.num_more
+            left = [have - take for have, take in zip(left, chain.takes, strict=True)]
+            if num > most or min(left) < 0:
+                break
+            chains.append(chain)
+        return chains
+
+    def _work_out(self, target: Layout) -> Iterator[Chain]:
+        """All chains to `target`, those first that are wanted most."""
+        idle = list(self._idle)
         inner = {(page.parent, page.place) for page in idle}
         leaves = [page for page in idle if (page.key, page.place) not in inner]
         holders = [HolderTable(target, owner, self.ranks) for owner in range(self.ranks)]
         counted: set[tuple[int, int]] = set()  # (id, owner)
-        left, chains = list(room), []
         for leaf in sorted(leaves, key=lambda page: page.released, reverse=True):
             pages: list[CachedPage] = []
             page: CachedPage | None = leaf
@@ -354,22 +301,23 @@ class PrefixCache(PagePool):
                 pages.append(page)
                 page = self._by_key.get(page.parent, {}).get(page.place)
             if pages[-1].parent:
+                self._missed.add((pages[-1].parent, leaf.place))
                 continue  # a page before it is gone, so nobody would find it
             owner = 0
             if target.kv is KV.REQUEST:
                 owner = leaf.place if self.layout.kv is KV.REQUEST else leaf.key[0] % self.ranks
-            more = [page for page in pages if (page.id, owner) not in counted]
+            num_before, of = len(counted), holders[owner].of
+            # Pages on the same ranks, before and after together, are counted and not looked at one by one.
+            alike: Counter[tuple[tuple[int, ...], tuple[int, ...]]] = Counter()
+            for page in pages:
+                if (page.id, owner) not in counted:
+                    counted.add((page.id, owner))
+                    alike[() if page.refs else page.ranks, of(page.number)] += 1
             takes = [0] * self.ranks
-            for page in more:
-                wanted = holders[owner].of(page.number)
-                for rank in wanted if page.refs else {*page.ranks, *wanted}:
-                    takes[rank] += 1
-            if len(counted) + len(more) > most or any(take > have for take, have in zip(takes, left, strict=True)):
-                break
-            counted.update((page.id, owner) for page in more)
-            left = [have - take for have, take in zip(left, takes, strict=True)]
-            chains.append(Chain(tuple(reversed(pages)), owner))
-        return chains
+            for (there, wanted), count in alike.items():
+                for rank in {*there, *wanted}:
+                    takes[rank] += count
+            yield Chain(tuple(reversed(pages)), owner, len(counted) - num_before, tuple(takes))
 
     def arrived(
         self, target: Layout, chains: Iterable[tuple[Chain, np.ndarray]]
@@ -407,7 +355,7 @@ class PrefixCache(PagePool):
             usable: by rank, bool [slots], where those may lie that are not taken along.
             taken_along: see `arrived`.
         """
-        if not any(self._idle):
+        if not any(self._idle.num_T):
             return []
         by_request = target.kv is KV.REQUEST
         there: dict[bytes, set[int]] = {b"": set(range(self.ranks if by_request else 1))}  # key -> places
@@ -421,7 +369,7 @@ class PrefixCache(PagePool):
         for page in kept:
             there.setdefault(page.key, set()).add(page.place)
         holders = [HolderTable(target, owner, self.ranks) for owner in range(self.ranks)]
-        idle = [page for queue in self._idle for page in queue.values()]
+        idle = list(self._idle)
         along = {key for key, _ in taken_along}
         for page in sorted((page for page in idle if page.key not in along), key=lambda page: page.number):
             # Without the page before it, it would never be found. First pages are dealt out over the places.

@@ -12,8 +12,9 @@ from splash.core.pages import HeldPages
 from splash.core.request import SamplingParams
 from splash.core.step import StepOutput
 from splash.scheduler.config import SchedulerConfig
+from splash.scheduler.idle_pages import CachedPage
 from splash.scheduler.owners import owners_with_room
-from splash.scheduler.prefix_cache import CachedPage, PrefixCache, extend_keys
+from splash.scheduler.prefix_cache import PrefixCache, extend_keys
 from splash.scheduler.scheduler import Scheduler
 
 SIZE = 4

@@ -145,7 +145,7 @@ def check_cache(scheduler: Scheduler) -> None:
             held_slots |= {(rank, slot) for rank, slot in enumerate(slots) if slot != NO_SLOT}
     assert sum(map(len, pool._by_key.values())) == len(pool._by_id)
     assert {at: page.refs for at, page in pool._by_id.items() if page.refs} == dict(refs)
-    idle = {id(page) for queue in pool._idle for page in queue.values()}
+    idle = {id(page) for page in pool._idle}
     assert idle == {id(page) for page in pool._by_id.values() if not page.refs}
     slots = pool.idle_slots()
     for rank, allocator in enumerate(pool._allocators):

@@ -14,8 +14,9 @@ from splash.core.errors import RequestError
 from splash.core.layout import DOP, KV, LAYOUTS, TP, Layout
 from splash.core.pages import HeldPages
 from splash.core.step import NO_SLOT
+from splash.scheduler.idle_pages import CachedPage
 from splash.scheduler.owners import balance_owners
-from splash.scheduler.prefix_cache import CachedPage, PrefixCache
+from splash.scheduler.prefix_cache import PrefixCache
 from splash.scheduler.request import Rebase
 from splash.scheduler.scheduler import Scheduler
 from tests.pure.test_scheduler import VOCABULARY, FakeGroup, check_cache, drain, greedy, make
