@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splash.core.errors import RequestError
-from splash.core.layout import DP, KV, LAYOUTS, TP, Layout
+from splash.core.layout import CP, DP, KV, LAYOUTS, TP, Layout
 from splash.core.ownership import page_holders
 from splash.core.request import SamplingParams, TokenLogprob
 from splash.core.step import NO_SLOT, StepOutput, StepPlan
@@ -147,6 +147,14 @@ def check_cache(scheduler: Scheduler) -> None:
     assert {at: page.refs for at, page in pool._by_id.items() if page.refs} == dict(refs)
     idle = {id(page) for page in pool._idle}
     assert idle == {id(page) for page in pool._by_id.values() if not page.refs}
+    # What a switch would take along, and what lies where it wants it, is remembered as long as it stays true.
+    room = pool.num_total
+    for target in (CP, DP):
+        remembered = [(chain.pages, chain.owner) for chain in pool.chains(target, room, 12)]
+        lying = [own.tolist() for own in pool.idle_slots(target)]
+        pool._idle.forget()
+        assert remembered == [(chain.pages, chain.owner) for chain in pool.chains(target, room, 12)]
+        assert lying == [own.tolist() for own in pool.idle_slots(target)]
     slots = pool.idle_slots()
     for rank, allocator in enumerate(pool._allocators):
         on_rank = {slot for at, slot in held_slots if at == rank}
