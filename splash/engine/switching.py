@@ -20,8 +20,9 @@ from splash.core.pages import HeldPages, HolderTable, PageTable
 from splash.core.step import NO_SLOT, StepPlan
 from splash.engine.ahead import MANY_PAGES, AheadCopies
 from splash.engine.messages import Run
+from splash.scheduler.idle_pages import Chain
 from splash.scheduler.owners import balance_owners
-from splash.scheduler.prefix_cache import MOST_TAKEN_ALONG, Chain, PrefixCache
+from splash.scheduler.prefix_cache import MOST_TAKEN_ALONG, PrefixCache
 from splash.scheduler.request import Rebase
 from splash.scheduler.scheduler import Scheduler
 from splash.switch.checks import validate
