@@ -155,10 +155,8 @@ class Scheduler:
         assert not self._in_flight or [step.is_foreseen for step in self._in_flight] == [True], "a step is in flight"
         batch = self._admit_waiting(self._grow_decoding())
         if not self._running:
-            unused = self.pool.num_free == self.pool.num_total  # a switch under way may hold pages of its own
-            assert not self.num_waiting or self.holds_admission or not unused, (
-                "a request waits for pages that nobody holds"
-            )
+            in_use = self.pool.num_free != self.pool.num_total  # a switch under way may hold pages of its own
+            assert not self.num_waiting or self.holds_admission or in_use, "a request waits for pages that nobody holds"
             return None
         new = [request.new for request in sorted(batch.new, key=_by_order) if not request.announced]
         for request in batch.new:
