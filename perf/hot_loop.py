@@ -7,21 +7,21 @@
 A case is REQUESTSxINPUTxOUTPUT: so many requests that arrive together. What is not an option here is an option of
 `python -m splash.serve`. Two engines serve every case, one after the other, each twice; the second time counts. A
 figure is the median time between two answers of the ranks once all requests are past their first token, as a caller of
-the engine sees it. The ceiling is the bytes that a step must read over the rate of a copy (`--copy-gb-s`, from
-`perf.step`), with the weights spread over the ranks and, in `tp`, every rank reading all of the cache.
+the engine sees it, with the share of it in which rank 0's device does not compute the forward. The ceiling is the bytes
+that a step must read over the rate of a copy (`--copy-gb-s`, from `perf.step`), with the weights spread over the ranks
+and, in `tp`, every rank reading all of the cache.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
 from perf.common import busy_cores, report
-from perf.layouts import Case, case_of, serve
+from perf.layouts import Case, case_of, serve, summarise
 from perf.step import decode_bytes
 from splash.core.spec import DTYPE_BYTES, ModelSpec
 from splash.engine.config import EngineConfig
@@ -41,14 +41,14 @@ def measure(config: EngineConfig, cases: list[Case], copy_gb_s: float | None) ->
     """A row for each case."""
     rows: list[dict[str, Any]] = [{"case": str(case)} for case in cases]
     for is_async in (False, True):
-        name = "async_ms" if is_async else "sync_ms"
+        name = "async" if is_async else "sync"
         chosen = dataclasses.replace(config, async_scheduling=is_async)
         engine = Engine(chosen, lambda line: print(line, file=sys.stderr, flush=True))
         try:
             for seed, (row, case) in enumerate(zip(rows, cases, strict=True)):
                 serve(engine, case, seed)
-                steps = serve(engine, case, 100 + seed).steps
-                row[name] = round(statistics.median(steps) * 1e3, 3)
+                figures = summarise(case, [serve(engine, case, 100 + seed)])
+                row[f"{name}_ms"], row[f"{name}_host_share"] = figures["step_ms"], figures["host_share"]
                 if copy_gb_s is not None:
                     spec, ranks = engine.model_config.spec, engine.ranks
                     row["bound_ms"] = round(bound_ms(spec, config, ranks, case, copy_gb_s), 3)
@@ -58,7 +58,8 @@ def measure(config: EngineConfig, cases: list[Case], copy_gb_s: float | None) ->
         row["ratio"] = round(row["async_ms"] / row["sync_ms"], 4)
         print(
             f"{row['case']:>14}: {row['sync_ms']:.3f} ms between tokens, {row['async_ms']:.3f} ms planned ahead, ratio "
-            f"{row['ratio']:.3f}, bytes bound {row.get('bound_ms', float('nan')):.3f} ms"
+            f"{row['ratio']:.3f}; the host's share {row['sync_host_share']:.3f} and {row['async_host_share']:.3f}; "
+            f"bytes bound {row.get('bound_ms', float('nan')):.3f} ms"
         )
     return rows
 

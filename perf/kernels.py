@@ -1,6 +1,6 @@
 """Time the Triton kernels on a GPU, each beside what it is to be compared with, in one run.
 
-    python -m perf.kernels [--only decode prefill experts router small pages] [--out perf/results/gpu-kernels.json]
+    python -m perf.kernels [--only decode prefill experts products router small pages] [--out FILE]
 
 Ceilings are measured first: the bandwidth of a large copy (bytes read plus bytes written) and the rate of a large bf16
 matrix product. Attention is compared with FlashInfer where that is installed, on the same values. Every kernel's result
@@ -27,11 +27,10 @@ from splash.platform.cpu.kernels import CpuKernels
 from splash.platform.triton.attention import TritonAttention
 from splash.platform.triton.kernels import TritonKernels
 from splash.platform.triton.pages import chunk_table, copy_chunks, region_table
-from splash.platform.triton.rows import pack_heads, unpack_heads
 
 QUERY, C, R, NOPE, VALUE, PAGE = 1536, 512, 64, 128, 128, 64  # DeepSeek-V3's, and the default page size
 SCALE = (NOPE + R) ** -0.5
-DECODE = [(16, 32 << 10), (128, 4 << 10), (1, 128 << 10)]  # requests x tokens
+DECODE = [(1, 4 << 10), (16, 4 << 10), (16, 32 << 10), (128, 4 << 10), (1, 128 << 10)]  # requests x tokens
 DECODE_HEADS = (16, 64, 128)
 PREFILL = [(2 << 10, 32 << 10), (8 << 10, 32 << 10), (2 << 10, 128 << 10), (8 << 10, 128 << 10)]  # rows over history
 EXPERTS = [
@@ -41,6 +40,18 @@ EXPERTS = [
     (2048, 8),
     (16384, 8),
 ]  # rows x choices of each, among 64 experts, 32 of them here
+PRODUCTS = {  # summed dim, columns, and whether the columns of a weight are dense
+    "Q-A and KV-A": (7168, 2112, True),
+    "Q-B": (1536, 24576, True),
+    "Q-B of 16 heads": (1536, 3072, True),
+    "O": (16384, 7168, False),
+    "O of 16 heads": (2048, 7168, False),
+    "shared gate and up": (7168, 4096, True),
+    "shared down": (2048, 7168, True),
+    "dense down": (18432, 7168, True),
+}
+PRODUCT_ROWS = (1, 4, 16)
+COLD_BYTES = 512 << 20  # of weights that take turns, so that none is left in the cache
 PREFILL_HEADS, MADE_HEADS, LONG_REPEATS = 128, 16, 3
 TOLERANCE = 2e-2  # of bf16 results, |got - want| / |want|
 
@@ -331,6 +342,28 @@ def experts(limits: dict[str, float]) -> list[dict[str, Any]]:
     return rows
 
 
+def products(limits: dict[str, float]) -> list[dict[str, Any]]:
+    """Products of a few rows with the model's weights, beside torch's: of one among many with other weights."""
+    kernels, rows = TritonKernels("cuda"), []
+    for name, (depth, columns, k_inner) in PRODUCTS.items():
+        size = depth * columns * 2
+        count = max(2, -(-COLD_BYTES // size))
+        stored = torch.randn(count, depth, columns, device="cuda", dtype=torch.bfloat16) * depth**-0.5
+        weights = list(stored.transpose(1, 2).contiguous().transpose(1, 2) if k_inner else stored)
+        for num_rows in PRODUCT_ROWS:
+            x = torch.randn(num_rows, depth, device="cuda", dtype=torch.bfloat16)
+            row: dict[str, Any] = {"what": name, "rows": num_rows, "mb": size / 1e6}
+            row["error"] = error(kernels.product(x, weights[0]), x.float() @ weights[0].float())
+            row["is_ours"] = kernels._products.fits(x, weights[0])
+            row["ms"] = milliseconds(lambda: [kernels._products.run(x, w) for w in weights]) / count  # noqa: B023
+            row["torch_ms"] = milliseconds(lambda: [x @ w for w in weights]) / count  # noqa: B023
+            row["of_torch"] = row["torch_ms"] / row["ms"]
+            row["of_copy"] = size / row["ms"] / 1e6 / limits["copy_gb_s"]
+            show(row)
+            rows.append(row)
+    return rows
+
+
 def router(limits: dict[str, float]) -> list[dict[str, Any]]:
     """The router's kernels against the same in torch; a few microseconds, whatever the ceilings are."""
     kernels, oracle = TritonKernels("cuda"), CpuKernels()
@@ -369,10 +402,8 @@ def small(limits: dict[str, float]) -> list[dict[str, Any]]:
     cache = torch.zeros(n // PAGE * 2, PAGE, C + R, device="cuda", dtype=bf16)
     index = torch.randperm(2 * n, device="cuda")[:n]
     gate_up = torch.randn(n, 4096, device="cuda", dtype=bf16)
-    packed = pack_heads(q, 8)
     error(kernels.rms_norm(x, weight, 1e-6), oracle.rms_norm(x.float(), (7168,), weight.float(), 1e-6))
     error(kernels.silu_and_mul(gate_up), oracle.silu(gate_up[:, :2048].float()) * gate_up[:, 2048:].float())
-    error(packed, q.view(4096, 8, heads // 8, -1).transpose(0, 1))
     rotary = q[:, :, NOPE:]
     first, second = rotary.float().chunk(2, dim=-1)
     c, s = cos[:4096, None], sin[:4096, None]
@@ -392,8 +423,6 @@ def small(limits: dict[str, float]) -> list[dict[str, Any]]:
         "silu_and_mul": (lambda: kernels.silu_and_mul(gate_up), size(gate_up) * 3 // 2),
         "rotate in place": (lambda: kernels.rotate(rotary, cos[:4096], sin[:4096], rotary), 2 * 4096 * heads * R * 2),
         "latent_store": (latents, 2 * size(down)),
-        "pack_heads": (lambda: pack_heads(q, 8), 2 * size(q)),
-        "unpack_heads": (lambda: unpack_heads(packed), 2 * size(q)),
     }
     rows = []
     for name, (call, moved) in calls.items():
@@ -437,6 +466,7 @@ SECTIONS: dict[str, Callable[[dict[str, float]], list[dict[str, Any]]]] = {
     "decode": decode,
     "prefill": prefill,
     "experts": experts,
+    "products": products,
     "router": router,
     "small": small,
     "pages": pages,

@@ -11,7 +11,12 @@ clients of the offline engine see them; HTTP is not.
 
 Prefill is the tokens of all prompts over the time until every request has its first token. A decode step is the median
 time between two answers of the ranks that each bring every request a token; where prefill takes more steps than there
-are tokens out, so that all never decode together, there is none.
+are tokens out, so that all never decode together, there is none. The host's share of the time of such steps is what
+rank 0's device did not spend in the forward: sampling and copies of a step's inputs and tokens count as the host's.
+
+With `--same-experts` every prompt is one token over and over, the same in all, so that all rows choose the same
+experts, as they do with weights of one scale throughout, where the router's bias outweighs its scores: vLLM's dummy
+weights are of that kind. Otherwise prompts are random, and so is routing.
 
 The ceiling beside a decode step is the bytes that it must read over the rate of a copy, which `--copy-gb-s` takes from
 `perf.step`; beside prefill it is the model's own operations over the rate of a large product (`--product-tflops`).
@@ -39,6 +44,8 @@ from splash.engine.engine import Engine
 from splash.engine.outputs import GenerationRequest
 from splash.serve import read_options
 
+WARM_UP_TOKENS = 1 << 16
+
 
 class Case(NamedTuple):
     """So many requests of so many tokens in and out."""
@@ -53,27 +60,33 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class Turn:
-    """One layout through one case, in seconds: of prefill, in all, and of each step in which all requests decoded."""
+    """One layout through one case, in seconds: of prefill, in all, and of each step in which all requests decoded.
+
+    `forwards` is what of each such step rank 0's device spent in the forward.
+    """
 
     prefill: float
     total: float
     steps: tuple[float, ...]
+    forwards: tuple[float, ...]
 
 
-def serve(engine: Engine, case: Case, seed: int) -> Turn:
-    """All requests of a case at once, to the end."""
+def serve(engine: Engine, case: Case, seed: int, same_experts: bool = False) -> Turn:
+    """All requests of a case at once, to the end, with random prompts or with one token throughout."""
     vocab = engine.model_config.spec.vocab_size
     draw = np.random.default_rng(seed)
     params = SamplingParams(temperature=0.0, max_tokens=case.output, ignore_eos=True)
     waiting = set()
-    prompts = draw.integers(16, vocab, (case.requests, case.input)).tolist()
+    drawn = (1, 1) if same_experts else (case.requests, case.input)
+    prompts = np.broadcast_to(draw.integers(16, vocab, drawn), (case.requests, case.input)).tolist()
     started = time.perf_counter()
     for number, prompt in enumerate(prompts):
         engine.add_request(GenerationRequest(f"{seed}-{number}", tuple(prompt), params))
         waiting.add(f"{seed}-{number}")
     prefill = last = 0.0
-    before, steps = 0, []
+    before, steps, forwards = 0, [], []
     while engine.has_work:
+        computed = engine.metrics.forward_s
         outputs = engine.step()
         now = time.perf_counter() - started
         if not outputs:
@@ -84,39 +97,51 @@ def serve(engine: Engine, case: Case, seed: int) -> Turn:
             prefill = now
         elif tokens == before == case.requests:
             steps.append(now - last)
+            forwards.append(engine.metrics.forward_s - computed)
         last, before = now, tokens
-    return Turn(prefill, last, tuple(steps))
+    return Turn(prefill, last, tuple(steps), tuple(forwards))
 
 
-def measure(engine: Engine, layouts: Sequence[str], cases: Sequence[Case], rounds: int) -> dict[tuple[str, Case], Any]:
-    """Turns by layout and case."""
+def measure(
+    engine: Engine, layouts: Sequence[str], cases: Sequence[Case], rounds: int, same_experts: bool
+) -> dict[tuple[str, Case], list[Turn]]:
+    """Turns by layout and case, after shorter ones that do not count, in which kernels are compiled."""
     turns: dict[tuple[str, Case], list[Turn]] = {}
     for number in range(rounds):
         for place in range(len(layouts)):
             layout = layouts[(place + number) % len(layouts)]
             engine.switch(layout, "blocking")
-            serve(engine, Case(2, 64, 4), number * 1000 + 999)
+            for case in [_warm_up(case) for case in cases] if number == 0 else [Case(2, 64, 4)]:
+                serve(engine, case, 999, same_experts)
             assert engine.layout == layout
             for index, case in enumerate(cases):
-                turn = serve(engine, case, number * 1000 + index)
+                turn = serve(engine, case, number * 1000 + index, same_experts)
                 turns.setdefault((layout, case), []).append(turn)
                 figures = summarise(case, [turn])
                 line = (
                     f"round {number + 1} {layout:>4} {case!s:>14}: prefill {figures['prefill_tok_s']:,.0f} tok/s, in "
-                    f"all {figures['total_tok_s']:,.0f} tok/s, between tokens {_cell(figures['step_ms'], 2)} ms"
+                    f"all {figures['total_tok_s']:,.0f} tok/s, between tokens {_cell(figures['step_ms'], 2)} ms, the "
+                    f"host's share {_cell(figures['host_share'], 3)}"
                 )
                 print(line, file=sys.stderr, flush=True)
     return turns
 
 
+def _warm_up(case: Case) -> Case:
+    """Steps of the same kinds, but fewer."""
+    return Case(min(case.requests, -(-WARM_UP_TOKENS // case.input)), case.input, min(case.output, 4))
+
+
 def summarise(case: Case, turns: Sequence[Turn]) -> dict[str, float | None]:
     """Medians over the rounds."""
     steps = [seconds for turn in turns for seconds in turn.steps]
+    forwards = [seconds for turn in turns for seconds in turn.forwards]
     prefill, total = (statistics.median(getattr(turn, name) for turn in turns) for name in ("prefill", "total"))
     return {
         "prefill_tok_s": round(case.requests * case.input / prefill, 1),
         "total_tok_s": round(case.requests * (case.input + case.output) / total, 1),
         "step_ms": round(statistics.median(steps) * 1e3, 3) if steps else None,
+        "host_share": round(max(1 - sum(forwards) / sum(steps), 0.0), 4) if steps else None,
     }
 
 
@@ -128,7 +153,8 @@ def ceilings(engine: Engine, case: Case, dtype: str, args: argparse.Namespace) -
         seconds = prefill_flops(spec, case.requests, case.input, 0) / (args.product_tflops * 1e12 * ranks)
         bounds["prefill_tok_s"] = round(case.requests * case.input / seconds, 1)
     if args.copy_gb_s:
-        num_bytes = decode_bytes(spec, DTYPE_BYTES[dtype], case.requests, case.input + case.output // 2)
+        context, alike = case.input + case.output // 2, args.same_experts
+        num_bytes = decode_bytes(spec, DTYPE_BYTES[dtype], case.requests, context, same_experts=alike)
         bounds["step_ms"] = round(num_bytes / (args.copy_gb_s * 1e6 * ranks), 3)
     return bounds
 
@@ -139,6 +165,7 @@ def print_table(rows: Sequence[dict[str, Any]], layouts: Sequence[str]) -> None:
         ("total_tok_s", "tok/s in all", 0),
         ("prefill_tok_s", "tok/s of prefill", 0),
         ("step_ms", "ms a step", 2),
+        ("host_share", "host's share", 3),
     ):
         print(f"\n{unit:>18}" + "".join(f"{name:>10}" for name in (*layouts, "ceiling")))
         for row in rows:
@@ -167,6 +194,7 @@ def main() -> None:
     parser.add_argument("--cases", type=lambda text: [case_of(part) for part in text.split(",")], required=True)
     parser.add_argument("--layouts", default=",".join(LAYOUTS), type=lambda text: text.split(","))
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--same-experts", action="store_true", help="let all rows choose the same experts")
     parser.add_argument("--copy-gb-s", type=float, help="of a copy on one device, reads and writes")
     parser.add_argument("--product-tflops", type=float, help="of a large product on one device")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
@@ -176,7 +204,7 @@ def main() -> None:
     busy = busy_cores()
     engine = Engine(config, lambda line: print(line, file=sys.stderr, flush=True))
     try:
-        turns = measure(engine, args.layouts, args.cases, args.rounds)
+        turns = measure(engine, args.layouts, args.cases, args.rounds, args.same_experts)
         rows = [
             {
                 "case": str(case),
@@ -187,6 +215,7 @@ def main() -> None:
         ]
         print_table(rows, args.layouts)
         settings = {"options": args.options, "ranks": engine.ranks, "rounds": args.rounds, "others_busy_cores": busy}
+        settings["same_experts"] = args.same_experts
     finally:
         engine.close()
     report("layouts", {**settings, "rows": rows}, args.out)

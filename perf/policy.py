@@ -16,12 +16,16 @@ be as long as the workload's longest, and are ended at their length as if by an 
 
 The policy predicts from figures that are measured first, in about a minute, from those of `--calibration FILE`, or from
 those of conf/hardware (`--calibration described`), which for a CPU are another machine's.
+
+With `--simulate` the same contenders are simulated with those figures, so that every prediction of a step is exact:
+what the policy loses there it loses by its decisions, which are printed. Nothing of that is a measurement.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import statistics
 import sys
 import time
@@ -37,9 +41,11 @@ from splash.core.errors import ConfigError, SplashError
 from splash.core.hardware import load_calibration, with_figures
 from splash.core.layout import LAYOUTS, check_layout, parse_layout
 from splash.core.request import SamplingParams
+from splash.core.spec import ModelSpec
 from splash.engine.config import EngineConfig
 from splash.engine.engine import Engine
 from splash.engine.outputs import GenerationRequest
+from splash.engine.simulated import SimulationConfig, simulate
 from splash.machine import describe
 from splash.model.config import ModelConfig, load_model_config, parse_model_config
 from splash.platform.registry import detect, require
@@ -181,6 +187,33 @@ def serve(engine: Engine, requests: Requests, most_output: int) -> Turn:
     return turn
 
 
+def simulate_turn(config: EngineConfig, layout: str, policy: PolicyConfig, requests: Requests, spec: ModelSpec) -> Turn:
+    """The same on a virtual clock; what is served counts when its request ends."""
+    assert config.description is not None and config.ranks is not None
+    same = {field.name for field in dataclasses.fields(EngineConfig)} & {
+        field.name for field in dataclasses.fields(SimulationConfig)
+    }
+    given = {name: getattr(config, name) for name in same - {"hardware", "layout", "policy", "mem_fraction"}}
+    longest = int(requests.output_len.max())
+    settings = SimulationConfig(
+        spec=spec, hardware=config.description, layout=layout, policy=policy, max_output_len=longest, **given
+    )
+    result = simulate(settings, requests)
+    order = np.argsort(result.finish_s)
+    tokens = np.cumsum((requests.input_len + requests.output_len)[order])
+    rows = [row for before, row in itertools.pairwise(result.timeline) if row.layout != before.layout]
+    for record in result.switches:
+        reason = record.decision.reason if record.decision is not None else "by hand"
+        print(f"  {record.source} -> {record.target} {record.status}: {reason}", file=sys.stderr)
+    return Turn(
+        seconds=result.seconds,
+        served=list(zip(result.finish_s[order].tolist(), tokens.tolist(), strict=True)),
+        latency_s=(result.finish_s - result.arrival_s).tolist(),
+        switches=[(round(row.t_s, 2), row.layout) for row in rows],
+        layout_s=dict(result.layout_seconds),
+    )
+
+
 def ceiling(fixed: list[Turn]) -> float:
     """Tokens a second with every stretch of the work in the time of the layout that was fastest over it."""
     total = fixed[0].served[-1][1]
@@ -225,7 +258,10 @@ def compare(args: argparse.Namespace, name: str, busy: list[float]) -> dict[str,
     for number in range(args.repeats):
         for who, (layout, policy) in args.contenders.items():
             busy.append(busy_cores())
-            turn = take_turn(args.config, layout, policy, requests)
+            if args.simulate:
+                turn = simulate_turn(args.config, layout, policy, requests, args.spec)
+            else:
+                turn = take_turn(args.config, layout, policy, requests)
             turns.setdefault(who, []).append(turn)
             print(
                 f"{name} round {number + 1}: {who:8} {turn.tokens_per_s:7.0f} tok/s in {turn.seconds:5.1f} s "
@@ -295,15 +331,19 @@ def main() -> int:
     parser.add_argument("--workloads", default=",".join(COMPARED), help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--load", type=int, default=1, help="how many times as many requests")
     parser.add_argument("--repeats", type=int, default=3, help="rounds in which every contender has a turn")
+    parser.add_argument("--simulate", action="store_true", help="in the place of serving, once each")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     args = parser.parse_args()
     try:
         args.config, model = settings(args)
+        args.spec = model.spec
         args.contenders = contenders(args.config.ranks, model.spec.num_heads, args.policy)
     except SplashError as error:
         print(f"perf.policy: {error}", file=sys.stderr)
         return 2
 
+    if args.simulate:
+        args.repeats = 1
     began = time.perf_counter()
     busy: list[float] = []
     rows = [compare(args, name, busy) for name in args.workloads.split(",")]
@@ -316,10 +356,13 @@ def main() -> int:
         )
     # Ranks on accelerators leave the host's cores alone.
     is_cpu = args.config.description.platform == "cpu"
-    if is_cpu and max(busy) > BUSY:
+    if is_cpu and max(busy) > BUSY and not args.simulate:
         print(f"NOT TO BE RELIED ON: other processes used up to {max(busy):.1f} cores", file=sys.stderr)
     result = {
-        **{option: getattr(args, option) for option in ("options", "policy", "calibration", "load", "repeats")},
+        **{
+            option: getattr(args, option)
+            for option in ("options", "policy", "calibration", "load", "repeats", "simulate")
+        },
         "model": args.config.model,
         "ranks": args.config.ranks,
         "hardware": args.config.description.name,

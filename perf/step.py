@@ -101,7 +101,7 @@ class Bench:
 
     def _run(self, queries: list[Query], new: Any, release: bool = True) -> None:
         released = self._release if release else ()
-        plan = StepPlan(self._step, 0, self._layout, tuple(queries), tuple(new), released, released)
+        plan = StepPlan(self._step, 0, self._layout, tuple(queries), tuple(new), released, released, greedy=True)
         self._step += 1
         self.runner.run(plan)
 
@@ -138,8 +138,11 @@ def device_seconds(step: Callable[[], None], repeats: int = 3) -> tuple[float, l
     return sum(ms for _, ms in rows) / 1e3, [(name[:60], round(ms, 4)) for name, ms in rows[:30]]
 
 
-def decode_bytes(spec: ModelSpec, element: int, requests: int, context: int) -> int:
-    """Bytes that a decode step must read: weights that its rows touch, and the keys of their contexts."""
+def decode_bytes(spec: ModelSpec, element: int, requests: int, context: int, same_experts: bool = False) -> int:
+    """Bytes that a decode step must read: weights that its rows touch, and the keys of their contexts.
+
+    Rows choose experts uniformly and independently, or all the same.
+    """
     head = sum(spec.head_elements().values()) * spec.num_heads
     query_rank = spec.q_lora_rank or 0
     layer = head + spec.hidden_size * (query_rank + spec.latent_dim)
@@ -148,7 +151,7 @@ def decode_bytes(spec: ModelSpec, element: int, requests: int, context: int) -> 
     total = layer * spec.num_layers + dense * (spec.num_layers - num_moe) + spec.vocab_size * spec.hidden_size
     if spec.moe is not None:
         experts = spec.moe.num_experts
-        touched = experts * (1 - (1 - spec.moe.top_k / experts) ** requests)  # where routing is uniform
+        touched = experts * (1 - (1 - spec.moe.top_k / experts) ** (1 if same_experts else requests))
         expert = 3 * spec.hidden_size * spec.moe.intermediate_size
         total += int(num_moe * expert * (touched + spec.moe.num_shared_experts))
     return element * (total + requests * context * spec.latent_dim * spec.num_layers)

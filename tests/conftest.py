@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads: ranks share few cores, and threads would fight
 
@@ -22,6 +23,11 @@ from tests.browser import find_chromium
 settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True, database=None, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Be ended as by a key press: fixtures then stop the servers and ranks that they have started."""
+    signal.signal(signal.SIGTERM, lambda number, frame: pytest.exit("terminated", 128 + number))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

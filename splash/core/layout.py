@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 from splash.core.errors import ConfigError
 
@@ -48,6 +49,13 @@ class Layout:
     def __post_init__(self) -> None:
         if self.projections is Projections.REPLICATED and self.kv is KV.REPLICATED:
             raise ConfigError("layout", "replicated projections with replicated KV are dominated by every other layout")
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.projections, self.kv))
+
+    def __hash__(self) -> int:  # of enums it takes long, and layouts are keys in what is decided at every step
+        return self._hash
 
     @property
     def name(self) -> str:

@@ -1,14 +1,11 @@
-"""Pages: which slots of each rank's arenas are free, and which of them hold the pages of a request.
+"""Pages: which of the slots of each rank's arenas hold the pages of a request, and which are free.
 
-A page table serves every layer, so a page is one slot number on each rank that holds it. Switches and peers' reads
-move long runs of slots far faster than scattered ones; an allocator therefore lets a request continue after its last
-slot, and leaves room behind what it places so that it can.
+A page table serves every layer, so a page is one slot number on each rank that holds it.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Self
 
@@ -17,214 +14,90 @@ import numpy as np
 from splash.core.layout import Layout
 from splash.core.memory import ArenaGeometry
 from splash.core.ownership import page_holders
+from splash.core.slots import PageAllocator
 from splash.core.step import NO_SLOT
 
-_ABSENT, _FREE, _USED = 0, 1, 2  # what a slot is to an allocator; absent slots hold weights or do not exist
-
-
-class PageAllocator:
-    """The slots of one rank that may hold pages. Costs O(log extents) for each extent handed out or taken back.
-
-    Free slots are kept as maximal extents (start, length). A run that continues nothing is placed in the largest
-    extent: at its start where no page lies before it, else in its middle, which leaves half of what remains to the
-    page before it and half to the new run.
-
-    Args:
-        slots: allocatable slots, int64, ascending, without repeats.
-        used: those of them that already hold pages.
-        border: slots below it are placed in only when there are no others. No extent crosses it.
-    """
-
-    def __init__(self, slots: np.ndarray, used: Iterable[int] = (), border: int = 0) -> None:
-        self._border = border
-        self.num_total = len(slots)
-        self.num_free = 0
-        self._state = bytearray(int(slots[-1]) + 1 if len(slots) else 0)
-        self._lengths: dict[int, int] = {}  # start of a free extent -> its length
-        self._starts: dict[int, int] = {}  # slot after a free extent -> its start
-        # (below the border, -length, slot after) of every free extent, and of some that are gone. An extent that
-        # shrinks from its start keeps its entry: a length here may be too large, and is put right at the top.
-        self._heap: list[tuple[bool, int, int]] = []
-        state = np.frombuffer(self._state, dtype=np.uint8)
-        state[slots] = _FREE
-        taken = used if isinstance(used, np.ndarray) else np.fromiter(used, dtype=np.int64)
-        assert not len(taken) or 0 <= taken.min() <= taken.max() < len(state), "a page lies in no slot"
-        assert (state[taken] == _FREE).all(), "a page lies in a slot that cannot hold one"
-        state[taken] = _USED
-        assert np.count_nonzero(state == _USED) == len(taken), "a slot holds two pages"
-        edges = np.flatnonzero(np.diff((state == _FREE).astype(np.int8), prepend=0, append=0))
-        for start, end in edges.reshape(-1, 2).tolist():
-            cut = min(max(border, start), end)
-            for first, last in ((start, cut), (cut, end)):
-                if first < last:
-                    self._add_extent(first, last)
-            self.num_free += end - start
-
-    def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Take `count` free slots, in the order in which pages should fill them.
-
-        Starts with the slot right after `after` where that is free. There must be `count` free slots.
-        """
-        assert 0 <= count <= self.num_free, f"{count} slots asked for, {self.num_free} free"
-        taken: list[int] = []
-        if count and after is not None and after + 1 in self._lengths:
-            self._take(after + 1, 0, min(count, self._lengths[after + 1]), taken)
-        while len(taken) < count:
-            start = self._largest_extent()
-            length = self._lengths[start]
-            num = min(count - len(taken), length)
-            page_before = start > 0 and self._state[start - 1] == _USED
-            self._take(start, (length - num) // 2 if page_before else 0, num, taken)
-        self.num_free -= count
-        return taken
-
-    def are_free(self, slots: Sequence[int]) -> bool:
-        """Whether all of some slots are free."""
-        state = np.frombuffer(self._state, dtype=np.uint8)
-        return bool((state[np.asarray(slots, dtype=np.int64)] == _FREE).all())
-
-    def free_flags(self, num_slots: int) -> np.ndarray:
-        """bool [num_slots]: which slots are free."""
-        flags = np.zeros(num_slots, dtype=bool)
-        flags[: len(self._state)] = np.frombuffer(self._state, dtype=np.uint8) == _FREE
-        return flags
-
-    def claim(self, slots: Sequence[int]) -> None:
-        """Take particular slots, all of them free, in any order. Costs O(extents) a run of slots."""
-        for begin, end in _runs(np.asarray(slots, dtype=np.int64)):
-            assert self._state[begin:end] == bytes((_FREE,)) * (end - begin), f"slots {begin}..{end - 1} are not free"
-            while begin < end:  # a run may cross the border, which no extent does
-                start = max(first for first in self._lengths if first <= begin)
-                count = min(end, start + self._lengths[start]) - begin
-                self._take(start, begin - start, count, [])
-                begin += count
-        self.num_free -= len(slots)
-
-    def free(self, slots: Sequence[int] | np.ndarray) -> None:
-        """Take slots back, in any order. Each must be in use."""
-        for begin, end in _runs(np.asarray(slots, dtype=np.int64)):
-            self._give_back(begin, end)
-        self.num_free += len(slots)
-
-    def _take(self, start: int, offset: int, count: int, taken: list[int]) -> None:
-        """Move `count` slots at `offset` of the free extent at `start` to `taken`."""
-        end = start + self._lengths.pop(start)
-        first, last = start + offset, start + offset + count
-        if last < end:
-            self._lengths[last] = end - last
-            self._starts[end] = last
-        else:
-            del self._starts[end]
-        if offset:
-            self._add_extent(start, first)
-        if count == 1:
-            self._state[first] = _USED
-            taken.append(first)
-        else:
-            self._state[first:last] = bytes((_USED,)) * count
-            taken.extend(range(first, last))
-
-    def _give_back(self, start: int, end: int) -> None:
-        """Turn the used slots start .. end - 1 into part of a maximal free extent."""
-        if start < self._border < end:
-            self._give_back(start, self._border)
-            start = self._border
-        used = bytes((_USED,)) * (end - start)
-        assert start >= 0 and self._state[start:end] == used, f"slots {start}..{end - 1} are not all in use"
-        self._state[start:end] = bytes((_FREE,)) * (end - start)
-        if start != self._border and start in self._starts:
-            start = self._starts.pop(start)
-            del self._lengths[start]
-        if end != self._border and end in self._lengths:
-            end += self._lengths.pop(end)
-            del self._starts[end]
-        self._add_extent(start, end)
-
-    def _add_extent(self, start: int, end: int) -> None:
-        self._lengths[start] = end - start
-        self._starts[end] = start
-        heapq.heappush(self._heap, (start < self._border, start - end, end))
-        if len(self._heap) > 2 * len(self._lengths) + 64:
-            self._heap = [(start < self._border, start - end, end) for end, start in self._starts.items()]
-            heapq.heapify(self._heap)
-
-    def _largest_extent(self) -> int:
-        """The start of the longest free extent above the border, or below it. There must be one."""
-        while True:
-            below, negative_length, end = self._heap[0]
-            start = self._starts.get(end)
-            if start is None:
-                heapq.heappop(self._heap)
-            elif start - end == negative_length:
-                return start
-            else:
-                heapq.heapreplace(self._heap, (below, start - end, end))
-
-
-def _runs(slots: np.ndarray) -> Iterator[tuple[int, int]]:
-    """The runs of consecutive slots, as first and slot after the last, ascending."""
-    if not len(slots):
-        return
-    ordered = np.sort(slots)
-    gaps = np.flatnonzero(np.diff(ordered) != 1) + 1
-    for begin, end in itertools.pairwise([0, *gaps.tolist(), len(ordered)]):
-        yield int(ordered[begin]), int(ordered[end - 1]) + 1
+MAX_TAIL = 64  # pages of a table that are kept as they came
 
 
 class PageTable:
-    """The pages of one request, in page order: int32 [pages, T], the slot on each rank or NO_SLOT. Grows in place."""
+    """The pages of one request, in page order: int32 [pages, T], the slot on each rank or NO_SLOT. Grows in place.
 
-    __slots__ = ("_buffer", "_length")
+    Pages come one or few at a time, are told to the ranks once, and are looked at as an array far more rarely. The last
+    ones are therefore kept as they came until somebody asks for the array, or there are many.
+    """
+
+    __slots__ = ("_buffer", "_length", "_tail")
 
     def __init__(self, ranks: int, pages: Iterable[Sequence[int]] | np.ndarray = ()) -> None:
         self._buffer = np.empty((8, ranks), dtype=np.int32)
-        self._length = 0
-        self.extend(pages if isinstance(pages, np.ndarray) else list(pages))
+        self._length = 0  # in the buffer
+        self._tail: list[tuple[int, ...]] = []  # the pages after those
+        self._store(pages if isinstance(pages, np.ndarray) else list(pages))
 
     @property
     def slots_cT(self) -> np.ndarray:
         """A view of the table, valid until it next grows."""
+        if self._tail:
+            self._store_tail()
         return self._buffer[: self._length]
 
     def __len__(self) -> int:
-        return self._length
+        return self._length + len(self._tail)
 
     def extend(self, pages: Sequence[Sequence[int]] | np.ndarray) -> None:
         """Append pages, each as T slots."""
+        if len(pages):
+            self._store_tail()
+            self._store(pages)
+
+    def append(self, *pages: tuple[int, ...]) -> None:
+        """Append a few pages, each as T slots, which `rows` is about to be asked for."""
+        self._tail += pages
+        if len(self._tail) > MAX_TAIL:
+            self._store_tail()
+
+    def _store_tail(self) -> None:
+        tail, self._tail = self._tail, []
+        self._store(tail)
+
+    def _store(self, pages: Sequence[Sequence[int]] | np.ndarray) -> None:
         if not len(pages):
             return
         end = self._length + len(pages)
         if end > len(self._buffer):
             grown = np.empty((max(end, 2 * len(self._buffer)), self._buffer.shape[1]), dtype=np.int32)
-            grown[: self._length] = self.slots_cT
+            grown[: self._length] = self._buffer[: self._length]
             self._buffer = grown
         self._buffer[self._length : end] = pages
         self._length = end
 
-    def append(self, page: Sequence[int]) -> None:
-        """Append one page, as T slots."""
-        if self._length == len(self._buffer):
-            self.extend([page])
-            return
-        self._buffer[self._length] = page
-        self._length += 1
-
     def truncate(self, length: int) -> None:
         """Forget the pages from number `length` on."""
+        self._store_tail()
         self._length = min(self._length, length)
 
     def rows(self, start: int, stop: int) -> tuple[tuple[int, ...], ...]:
         """The pages start .. stop - 1, for a message."""
-        return tuple(map(tuple, self._buffer[start : min(stop, self._length)].tolist()))
+        first = start - self._length
+        if first >= 0:
+            return tuple(self._tail[first : stop - self._length])
+        return tuple(map(tuple, self.slots_cT[start:stop].tolist()))
 
     def slots_on(self, rank: int) -> np.ndarray:
         """The slots of `rank` in page order, int32."""
         slots = self.slots_cT[:, rank]
         return slots[slots != NO_SLOT]
 
+    def list_on(self, rank: int) -> list[int]:
+        """The same as a list, and sooner where the pages are few."""
+        stored = self._buffer[: self._length, rank]
+        slots: list[int] = stored[stored != NO_SLOT].tolist() if self._length else []
+        return slots + [page[rank] for page in self._tail if page[rank] != NO_SLOT]
+
     def clear(self) -> None:
         """Forget all pages."""
-        self._length = 0
+        self._length, self._tail = 0, []
 
 
 class HeldPages:
@@ -265,6 +138,13 @@ class HeldPages:
     def __len__(self) -> int:
         return len(self.table)
 
+    def clear(self) -> None:
+        """Hold nothing, for the same owner."""
+        self.table.clear()
+        self.ids.clear()
+        self.counts = [0] * len(self.counts)
+        self.last = [None] * len(self.last)
+
 
 class PagePool:
     """The free pages of a group in one layout. Another layout has other slots and other holders: another pool.
@@ -288,6 +168,7 @@ class PagePool:
         self.layout = layout
         self.ranks = len(slots)
         self._holders = [HolderTable(layout, owner, self.ranks) for owner in range(self.ranks)]
+        self._blank = (NO_SLOT,) * self.ranks
         residents = list(resident)
         self._next_id = max((max(held.ids) for held in residents if held.ids), default=-1) + 1
         for held in residents:
@@ -299,6 +180,7 @@ class PagePool:
             for own, kept_back in zip(_slots_in_use(residents, self.ranks), withheld or [()] * self.ranks, strict=True)
         ]
         self._allocators = [PageAllocator(own, taken, border) for own, taken in zip(slots, used, strict=True)]
+        self._most_alone: list[int | None] = [None] * self.ranks  # pages of a request of each owner, once asked for
 
     @classmethod
     def of_geometry(
@@ -325,8 +207,10 @@ class PagePool:
 
     def fits_alone(self, owner: int, count: int) -> bool:
         """Whether a request of `owner` could have `count` pages if no other request had any."""
-        needs = self._holders[owner].needs(0, count)
-        return all(need <= allocator.num_total for need, allocator in zip(needs, self._allocators, strict=True))
+        most = self._most_alone[owner]
+        if most is None:
+            most = self._most_alone[owner] = self._holders[owner].most(self.num_total)
+        return count <= most
 
     def lacking(self, owner: int, first: int, count: int) -> list[int]:
         """The ranks that have too few free pages for the pages first .. first + count - 1 of a request of `owner`."""
@@ -335,10 +219,9 @@ class PagePool:
 
     def grow(self, held: HeldPages, count: int) -> bool:
         """Add `count` pages to a request on the ranks that hold them. Where any rank lacks one, add none: False."""
-        first = len(held)
-        table = self._holders[held.owner]
-        if count == 1:
-            return self._grow_by_one(held, table.of(first))
+        first, table = len(held.ids), self._holders[held.owner]
+        if table.only is not None:
+            return self._grow_on(table.only, held, count)
         needs = table.needs(first, count)
         for allocator, need in zip(self._allocators, needs, strict=True):
             if need > allocator.num_free:
@@ -353,26 +236,51 @@ class PagePool:
             supplies.append(iter(slots))
         pages = []
         for number in range(first, first + count):
-            page = [NO_SLOT] * self.ranks
+            page = list(self._blank)
             for rank in table.of(number):
                 page[rank] = next(supplies[rank])
-            pages.append(page)
-        held.table.extend(pages)
+            pages.append(tuple(page))
+        held.table.append(*pages)
         held.ids += self._new_ids(count)
         return True
 
-    def _grow_by_one(self, held: HeldPages, holders: tuple[int, ...]) -> bool:
-        """What `grow` does most often: a page of a request that decodes."""
-        for rank in holders:
-            if not self._allocators[rank].num_free:
+    def _grow_on(self, rank: int, held: HeldPages, count: int) -> bool:
+        """`grow` where one rank holds every page of the request."""
+        allocator = self._allocators[rank]
+        if count > allocator.num_free:
+            return False
+        slots = allocator.allocate(count, held.last[rank])
+        if slots:
+            held.last[rank] = slots[-1]
+            held.counts[rank] += count
+        before, after = self._blank[:rank], self._blank[rank + 1 :]
+        held.table.append(*[(*before, slot, *after) for slot in slots])
+        held.ids += self._new_ids(count)
+        return True
+
+    def grow_each(self, growing: Sequence[HeldPages]) -> bool:
+        """Add a page to each of several requests, as `grow` does to one. Where any rank lacks one, add none: False."""
+        groups: dict[tuple[int, ...], list[HeldPages]] = {}  # by the ranks that hold the page
+        for held in growing:
+            ranks = self._holders[held.owner].of(len(held.ids))
+            if ranks in groups:
+                groups[ranks].append(held)
+            else:
+                groups[ranks] = [held]
+        for rank, allocator in enumerate(self._allocators):
+            if sum([len(group) for ranks, group in groups.items() if rank in ranks]) > allocator.num_free:
                 return False
-        page = [NO_SLOT] * self.ranks
-        for rank in holders:
-            page[rank] = held.last[rank] = self._allocators[rank].allocate(1, held.last[rank])[0]
-            held.counts[rank] += 1
-        held.table.append(page)
-        held.ids.append(self._next_id)
-        self._next_id += 1
+        for ranks, group in groups.items():
+            columns = [self._allocators[rank].allocate_each([held.last[rank] for held in group]) for rank in ranks]
+            before, after = self._blank[: ranks[0]], self._blank[ranks[-1] + 1 :]
+            for rank, column in zip(ranks, columns, strict=True):
+                for held, slot in zip(group, column, strict=True):
+                    held.last[rank] = slot
+                    held.counts[rank] += 1
+            pages = [(*before, *slots, *after) for slots in zip(*columns, strict=True)]
+            for held, page, id in zip(group, pages, self._new_ids(len(group)), strict=True):
+                held.table.append(page)
+                held.ids.append(id)
         return True
 
     def _new_ids(self, count: int) -> list[int]:
@@ -395,17 +303,18 @@ class PagePool:
     def free(self, slots: Sequence[Sequence[int] | np.ndarray]) -> None:
         """Give back slots of each rank that belong to no request."""
         for allocator, own in zip(self._allocators, slots, strict=True):
-            allocator.free(own)
+            if len(own):
+                allocator.free(own)
 
-    def release(self, held: HeldPages) -> None:
-        """Free all pages of a request, whose table is empty afterwards."""
-        for rank, allocator in enumerate(self._allocators):
-            if held.counts[rank]:
-                allocator.free(held.table.slots_on(rank).tolist())
-                held.counts[rank] = 0
-                held.last[rank] = None
-        held.table.clear()
-        held.ids.clear()
+    def release(self, *given_up: HeldPages) -> None:
+        """Free all pages of some requests, whose tables are empty afterwards."""
+        freed: list[list[int]] = [[] for _ in range(self.ranks)]
+        for held in given_up:
+            for rank, count in enumerate(held.counts):
+                if count:
+                    freed[rank] += held.table.list_on(rank)
+            held.clear()
+        self.free(freed)
 
 
 def _slots_in_use(residents: Sequence[HeldPages], ranks: int) -> list[np.ndarray]:
@@ -426,13 +335,21 @@ class HolderTable:
     """Who holds each page number of any request of one owner: the ownership rule, kept for quick look-up.
 
     It depends on a number only through its remainder by T, so T numbers say all.
+
+    Attributes:
+        only: the rank that alone holds every page, where there is one.
     """
 
     def __init__(self, layout: Layout, owner: int, ranks: int) -> None:
         held = page_holders(np.arange(ranks), np.full(ranks, owner), layout, ranks)
         self._ranks = ranks
         self._holders = [tuple(np.flatnonzero(row).tolist()) for row in held]
-        self._before = np.concatenate((np.zeros((1, ranks), dtype=np.int64), np.cumsum(held, axis=0))).tolist()
+        self.only = self._holders[0][0] if len(set(self._holders)) == len(self._holders[0]) == 1 else None
+        assert all([len(own) == own[-1] - own[0] + 1 for own in self._holders]), "holders are neighbours"
+        # By number below 2 T: pages on each rank of those before it.
+        sums = np.cumsum(np.concatenate((np.zeros((1, ranks), dtype=np.int64), held, held)), axis=0)
+        self._before: list[list[int]] = sums.tolist()
+        self._all = self._before[ranks]
 
     def of(self, number: int) -> tuple[int, ...]:
         """The ranks that hold page `number`."""
@@ -440,9 +357,15 @@ class HolderTable:
 
     def needs(self, first: int, count: int) -> list[int]:
         """Pages on each rank among the pages first .. first + count - 1."""
-        return [end - start for start, end in zip(self._below(first), self._below(first + count), strict=True)]
+        times, rest = divmod(count, self._ranks)
+        first %= self._ranks
+        start, end = self._before[first], self._before[first + rest]
+        return [times * all + b - a for all, a, b in zip(self._all, start, end, strict=True)]
 
-    def _below(self, number: int) -> list[int]:
-        """Pages on each rank of those numbered below `number`."""
-        times, rest = divmod(number, self._ranks)
-        return [times * all + some for all, some in zip(self._before[-1], self._before[rest], strict=True)]
+    def most(self, room: Sequence[int]) -> int:
+        """The most pages that a request can have where each rank has so much room."""
+        return bisect_right(range(1, sum(room) + 1), 0, key=lambda count: _exceeds(self.needs(0, count), room))
+
+
+def _exceeds(needs: Sequence[int], room: Sequence[int]) -> int:
+    return int(any([need > own for need, own in zip(needs, room, strict=True)]))

@@ -42,6 +42,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     grammar: str | None = None
     prompt_logprobs: int | None = None
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether scores depend on the tokens so far."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether another token may be the most likely one than the model says, `min_tokens` aside."""
+        return self.has_penalties or bool(self.logit_bias) or self.grammar is not None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether every token is the most likely one, and nothing but the token is asked for."""
+        asks_for_more = self.logprobs is not None or self.prompt_logprobs is not None
+        return self.temperature == 0 and self.min_tokens == 0 and not self.changes_logits and not asks_for_more
+
     def validate(self) -> None:
         """Check every field.
 

@@ -53,7 +53,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One step, the same for every rank.
 
     `released` requests lose their page table before the step (finished, aborted or preempted); `finished` ones are
-    forgotten altogether. Queries are sorted by owner, and every rank takes part even with no rows of its own.
+    forgotten altogether. Queries are sorted by owner, and every rank takes part even with no rows of its own. With
+    `greedy` each query that samples takes its most likely token, and nothing else is asked of the logits.
     """
 
     step: int
@@ -63,6 +64,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     new: tuple[NewRequest, ...] = ()
     released: tuple[int, ...] = ()
     finished: tuple[int, ...] = ()
+    greedy: bool = False
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -72,6 +74,9 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     log-probability.
 
     `failures` are requests whose grammar could not be followed, with the reason; their tokens mean nothing.
+
+    `forward_s` are the seconds that rank 0's device spent in the forward, collectives included, and in those of earlier
+    steps that sampled nothing, which nobody waited for.
     """
 
     step: int
@@ -81,3 +86,4 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprob | None, ...]
     failures: tuple[tuple[int, str], ...] = ()
     scores: tuple[tuple[int, int, tuple[TokenLogprob, ...]], ...] = ()
+    forward_s: float = 0.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from splash.core.layout import Layout
 from splash.engine.ahead import AheadCopies
-from splash.scheduler.prefix_cache import Chain
+from splash.scheduler.idle_pages import Chain
 from splash.scheduler.request import Rebase
 from splash.switch.manifest import Planned
 from splash.switch.orders import SwitchRecord

@@ -53,7 +53,7 @@ def padded_counts(counts_T: Sequence[int], layout: Layout, buckets: Sequence[int
 class _Recorded:
     inputs: FixedInputs
     graph: Graph
-    logits: Tensor | None
+    scores: Tensor
 
 
 class DecodeGraphs:
@@ -109,14 +109,14 @@ class DecodeGraphs:
         self.seconds = time.monotonic() - started
 
     def _record(self, rows: StepRows) -> _Recorded:
-        attention, page_size = self._graphs.attention, self._geometry.page_size
-        num_rows = len(rows.tokens_N)
-        inputs = FixedInputs(self._group.device, attention, num_rows, self._max_pages, page_size, self._dtype)
+        attention, num_rows = self._graphs.attention, len(rows.tokens_N)
+        inputs = FixedInputs(self._group.device, attention, num_rows, self._max_pages, self._geometry, self._dtype)
         step = self._transformer.prepare(rows, inputs)
         inputs.send()
         self._transformer.forward(step)  # kernels are compiled and workspaces made outside of the recording
-        graph, logits = self._graphs.capture(lambda: self._transformer.forward(step))
-        return _Recorded(inputs, graph, logits)
+        graph, scores = self._graphs.capture(lambda: self._transformer.forward(step))
+        assert scores is not None
+        return _Recorded(inputs, graph, scores)
 
     @property
     def _max_pages(self) -> int:
@@ -157,7 +157,7 @@ class DecodeGraphs:
             counts is not None and (rows.layout.name, counts) in self._recorded and not self._has_too_many_pages(rows)
         )
 
-    def forward(self, rows: StepRows, fill: Callable[[Tensor, StepRows], None]) -> Tensor | None:
+    def forward(self, rows: StepRows, fill: Callable[[Tensor, StepRows], None]) -> Tensor:
         """Run a step that fits. Returns what `Transformer.forward` does, valid until the next step.
 
         `fill` puts the tokens that the host does not know into those of the graph's rows.
@@ -174,8 +174,6 @@ class DecodeGraphs:
         fill(step.tokens, padded)
         recorded.graph.replay()
         self.num_replayed += 1
-        if recorded.logits is None:
-            return None
         if np.array_equal(sampled, np.arange(len(sampled))):
-            return recorded.logits[: len(sampled)]
-        return recorded.logits[upload(torch.from_numpy(sampled), self._group.device)]
+            return recorded.scores[: len(sampled)]
+        return recorded.scores[upload(torch.from_numpy(sampled), self._group.device)]

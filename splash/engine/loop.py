@@ -87,8 +87,9 @@ class Loop:
         steering: asks the policy, unless the layout is pinned.
         num_steps: steps that have run.
         begun: requests that the step which `step` began is the first to compute.
-        on_step: called with the layout, the seconds and the rows of each step that has run. Its time is from its order
-            to its output, or from the output before where that came later.
+        on_step: called with the layout, the seconds and the rows of each step that has run, and the seconds of the
+            forward (`StepOutput.forward_s`). Its time is from its order to its output, or from the output before where
+            that came later.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Loop:
         self.restarts = restarts or Restarts(most=0, window_s=1.0)
         self.num_steps = 0
         self.begun: list[int] = []
-        self.on_step: Callable[[str, float, int], None] = lambda layout, seconds, rows: None
+        self.on_step: Callable[[str, float, int, float], None] = lambda layout, seconds, rows, forward_s: None
         self._clock = clock
         self._async_scheduling = async_scheduling
         self._in_flight: deque[tuple[float, str, int]] = deque()  # when each step was sent, its layout and rows
@@ -178,7 +179,7 @@ class Loop:
         if not ran or result.output is None:
             return []
         self.num_steps += 1
-        self.on_step(layout, self._collected - max(sent, before), rows)
+        self.on_step(layout, self._collected - max(sent, before), rows, result.output.forward_s)
         progress = self.scheduler.apply(result.output)
         for item in progress:
             if item.finish_reason is not None:

@@ -64,6 +64,7 @@ class EngineMetrics:
         prompt_lengths, output_lengths: tokens of requests that have finished.
         step_rows: rows of steps.
         steps: seconds of steps by layout.
+        forward_s: what the forwards of all steps took on rank 0's device.
         prompt_tokens, output_tokens: of all requests.
         finished: requests by the reason of their end.
         switches: by layout from and to, the method used and the status.
@@ -83,6 +84,7 @@ class EngineMetrics:
         self.output_lengths = Histogram(TOKENS)
         self.step_rows = Histogram(TOKENS)
         self.steps: defaultdict[str, Histogram] = defaultdict(lambda: Histogram(STEP_SECONDS))
+        self.forward_s = 0.0
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.finished: Counter[str] = Counter()
@@ -91,8 +93,9 @@ class EngineMetrics:
         self.switch_exposed_s: defaultdict[tuple[str, str], float] = defaultdict(float)
         self.switch_hidden_s: defaultdict[tuple[str, str], float] = defaultdict(float)
 
-    def step(self, layout: str, seconds: float, rows: int) -> None:
+    def step(self, layout: str, seconds: float, rows: int, forward_s: float) -> None:
         """A step has run."""
+        self.forward_s += forward_s
         self.steps[layout].observe(seconds)
         self.step_rows.observe(rows)
 

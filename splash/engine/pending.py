@@ -15,8 +15,8 @@ from splash.platform.host_copies import upload
 class LastTokens:
     """What the last step has sampled, on every rank's device as soon as a step asks for it.
 
-    Only rank 0 samples. A step that has pending tokens begins with a collective in which the others learn them; all
-    know from its plan that it has.
+    Tokens of a greedy step are known to every rank. Otherwise only rank 0 samples, and a step that has pending tokens
+    begins with a collective in which the others learn them; all know from its plan that it has.
 
     Args:
         group: the rank.
@@ -24,14 +24,16 @@ class LastTokens:
 
     def __init__(self, group: Rank) -> None:
         self._group = group
-        self._place: dict[int, int] = {}  # of each request that was sampled
+        self._sampled: list[int] = []  # the requests that were sampled, in the order of their tokens
         self._tokens_s = torch.empty(0, dtype=torch.int64, device=group.device)
+        self._known = False  # to every rank
 
     def remember(self, plan: StepPlan, tokens_s: Tensor | None) -> None:
-        """Take the tokens of a step in the order of its queries: int64 [samples], None on ranks that do not sample."""
-        self._place = {id: place for place, id in enumerate(query.request for query in plan.queries if query.sample)}
+        """Take the tokens of a step in the order of its queries: int64 [samples], None on ranks that do not know."""
+        self._known = plan.greedy
+        self._sampled = [query.request for query in plan.queries if query.sample]
         self._tokens_s = self._tokens_s.new_empty(0) if tokens_s is None else tokens_s
-        assert tokens_s is None or len(tokens_s) == len(self._place)
+        assert tokens_s is None or len(tokens_s) == len(self._sampled)
 
     def fill(self, tokens_N: Tensor, rows: StepRows) -> None:
         """Put them in the place of `PENDING_TOKEN`. Every rank calls this for every step, in the same order.
@@ -43,13 +45,17 @@ class LastTokens:
         pending = np.flatnonzero(rows.tokens_N == PENDING_TOKEN)
         if not len(pending):
             return
-        group, count = self._group, len(self._place)
+        group, sampled, count = self._group, self._sampled, len(self._sampled)
         tokens_s = self._tokens_s
-        if group.size > 1:
+        if group.size > 1 and not self._known:
             tokens_s = group.comm.all_gather(tokens_s, [count, *[0] * (group.size - 1)])
-        places = np.array([self._place[rows.queries[query].request] for query in rows.query_N[pending].tolist()])
+        requests = [rows.queries[query].request for query in rows.query_N[pending].tolist()]
         everyone = np.arange(count)
-        if np.array_equal(pending, everyone) and np.array_equal(places, everyone):
+        places = everyone
+        if requests != sampled:  # else the same ones go on, as in most steps
+            place = dict(zip(sampled, range(count), strict=True))
+            places = np.array([place[request] for request in requests])
+        if places is everyone and np.array_equal(pending, everyone):
             tokens_N[:count] = tokens_s
         else:
             index = upload(torch.from_numpy(np.stack((pending, places))), tokens_N.device)

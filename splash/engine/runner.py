@@ -31,6 +31,7 @@ from splash.model.rope import RotaryTable
 from splash.model.transformer import Transformer
 from splash.platform.base import Completion, Rank
 from splash.platform.host_copies import upload
+from splash.platform.span import Span
 from splash.switch.orders import CopyAhead, PreparedCommit, SwitchOrder, SwitchOutcome, Vote
 from splash.switch.prepared import Preparation
 from splash.switch.queued import QueuedCopies
@@ -54,6 +55,9 @@ class Launched:
         sampled: its tokens; None on ranks that do not sample, or where nothing is.
         failures, scores: see `StepOutput`.
         has_output: whether this rank answers and the step has run.
+
+    Attributes:
+        forwards: what took `StepOutput.forward_s`. Over once the tokens are there; empty where there are none.
     """
 
     def __init__(
@@ -68,6 +72,12 @@ class Launched:
     ) -> None:
         self._plan, self._outcome, self._sampled, self._waited = plan, outcome, sampled, waited
         self._failures, self._scores, self._has_output = tuple(failures), tuple(scores), has_output
+        self.forwards: Sequence[Span] = ()
+
+    @property
+    def samples(self) -> bool:
+        """Whether `result` waits for the device."""
+        return self._sampled is not None
 
     def is_done(self) -> bool:
         """Whether `result` would return at once."""
@@ -96,6 +106,7 @@ class Launched:
             logprobs=tuple(logprobs),
             failures=self._failures,
             scores=self._scores,
+            forward_s=sum(span.seconds() for span in self.forwards),
         )
         return output, outcome
 
@@ -156,6 +167,7 @@ class ModelRunner:
         self._copying = QueuedCopies()
         self._tables = PageTables(group.size)
         self._last = LastTokens(group)
+        self._forwards: list[Span] = []  # since the last step that sampled
         grammars = Grammars(lambda: _tokenizer(model), spec.vocab_size, eos_token_ids)
         self._sampler = Sampler(eos_token_ids, grammars) if group.rank == 0 else None
         self._graphs: DecodeGraphs | None = None
@@ -168,13 +180,15 @@ class ModelRunner:
             self._graphs.capture()
         self.graph_bytes = self._held_bytes() - before
 
-    def logits(self, plan: StepPlan) -> torch.Tensor | None:
-        """The forward of `plan`: logits float32 [samples, vocabulary] on rank 0, None elsewhere or with no samples."""
+    def scores(self, plan: StepPlan) -> torch.Tensor | None:
+        """The forward of `plan`: what `Transformer.forward` returns."""
         self._tables.release(plan.released)
         return self._forward(plan, self._tables, None)
 
     def _forward(self, plan: StepPlan, tables: PageTables, handoff: Handoff | Stream | None) -> torch.Tensor | None:
         """Run `plan`, once the state that a switch brings is there, or behind it layer by layer.
+
+        Returns what `Transformer.forward` does.
 
         A recorded step is so much quicker than the same step by layers that it is worth waiting for all of them.
         """
@@ -244,9 +258,10 @@ class ModelRunner:
         started = time.perf_counter()
         waited = self._copying.settle(copying)
         outcome = None
+        forward = Span(self._group.device)
         if order is not None:
             try:
-                logits, outcome = self._hand_off(plan, order)
+                scores, outcome = self._hand_off(plan, order)
             except SwitchError as error:
                 return Launched(plan, SwitchOutcome(str(error), error.rank, error.recoverable))
         else:
@@ -260,11 +275,16 @@ class ModelRunner:
                     waited += stream.reading
                 outcome = SwitchOutcome(exposed_s=time.perf_counter() - started)
             self._tables.release(plan.released)
-            logits = self._forward(plan, self._tables, stream)
+            scores = self._forward(plan, self._tables, stream)
             if commit is not None and not plan.queries:
                 # No collective of a step tells that what peers have read may be written to from now on.
                 self._group.exchange([0], settled=True)
-        launched, tokens = self._sample(plan, logits, outcome, () if outcome is None else waited)
+        forward.end()
+        if self._sampler is not None and plan.queries:
+            self._forwards.append(forward)
+        launched, tokens = self._sample(plan, scores, outcome, () if outcome is None else waited)
+        if launched.samples:
+            launched.forwards, self._forwards = self._forwards, []
         self._last.remember(plan, tokens)
         return launched
 
@@ -277,10 +297,10 @@ class ModelRunner:
         handoff.agree(own_tables, self._failed_ahead != order.switch, coming.matches(manifest))
         tables = PageTables(self._group.size, coming.tables(manifest))
         tables.release(plan.released)  # a request that moves may lose its pages to another in this very step
-        logits = self._forward(plan, tables, handoff)
+        scores = self._forward(plan, tables, handoff)
         self._tables = tables
         kv_bytes, weight_bytes, exposed_s = handoff.received()
-        return logits, SwitchOutcome("", None, True, tuple(kv_bytes), tuple(weight_bytes), exposed_s)
+        return scores, SwitchOutcome("", None, True, tuple(kv_bytes), tuple(weight_bytes), exposed_s)
 
     def copy_ahead(self, order: CopyAhead) -> Vote | None:
         """Copy what a coming switch will find in place, behind the steps that were launched.
@@ -328,27 +348,32 @@ class ModelRunner:
     def _sample(
         self,
         plan: StepPlan,
-        logits: torch.Tensor | None,
+        scores: torch.Tensor | None,
         outcome: SwitchOutcome | None,
         waited: Sequence[Completion],
     ) -> tuple[Launched, torch.Tensor | None]:
-        """The step, and the tokens that this rank has chosen in it: None where it does not sample, or nothing is."""
+        """The step, and the tokens that were chosen in it, as far as this rank knows them."""
+        tokens = self._transformer.most_likely(scores) if plan.greedy and scores is not None else None
+        logits = None if tokens is not None or scores is None else self._transformer.gather(scores)
         if self._sampler is None:
-            return Launched(plan, outcome, waited=waited), None
+            return Launched(plan, outcome, waited=waited), tokens
         for request in plan.finished:
             self._sampler.remove(request)
         for new in plan.new:
             self._sampler.add(new)
+        if tokens is not None:
+            taken = self._sampler.take(tokens, [query.request for query in plan.queries if query.sample])
+            return Launched(plan, outcome, taken, has_output=True, waited=waited), tokens
         if logits is None:
             return Launched(plan, outcome, has_output=True, waited=waited), None
         sampling = [(query.request, query.start + len(query.tokens)) for query in plan.queries if query.sample]
-        scores: list[Scores] = []
+        found: list[Scores] = []
         if any(query.score for query in plan.queries):
-            logits, scores = self._score(plan, logits)
+            logits, found = self._score(plan, logits)
         if not sampling:
-            return Launched(plan, outcome, scores=scores, has_output=True, waited=waited), None
+            return Launched(plan, outcome, scores=found, has_output=True, waited=waited), None
         sampled = self._sampler.sample(logits, sampling)
-        return Launched(plan, outcome, sampled, self._sampler.failures, scores, True, waited), sampled.tokens_n
+        return Launched(plan, outcome, sampled, self._sampler.failures, found, True, waited), sampled.tokens_n
 
     def _score(self, plan: StepPlan, logits: torch.Tensor) -> tuple[torch.Tensor, list[Scores]]:
         """Score what is to be scored; the logits of the rows to sample after, and the scores."""

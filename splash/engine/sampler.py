@@ -117,7 +117,7 @@ class Sampler:
         if params.grammar is not None:
             assert self._grammars is not None, "a grammar needs a vocabulary"
             self._constraints[new.id] = self._grammars.begin(params.grammar, new.output)
-        is_plain = params.temperature == 0 and params.logprobs is None and not _changes_logits(params)
+        is_plain = params.temperature == 0 and params.logprobs is None and not params.changes_logits
         eos = () if params.ignore_eos else self._eos_token_ids
         banned = (*eos, *params.stop_token_ids) if params.min_tokens else ()
         self._states[new.id] = _State(new, is_plain, banned, num_outputs=len(new.output))
@@ -148,6 +148,13 @@ class Sampler:
         for state in states:
             state.num_outputs += 1
         return sampled
+
+    def take(self, tokens_n: torch.Tensor, requests: Sequence[int]) -> Sampled:
+        """Record tokens as the next outputs of greedy `requests`, for which nobody needed all logits."""
+        self.failures = []
+        for id in requests:
+            self._states[id].num_outputs += 1
+        return Sampled(tokens_n)
 
     def _sample(self, logits_nV: torch.Tensor, queries: Sequence[tuple[int, int]], states: Sequence[_State]) -> Sampled:
         tokens_n = self._choose(self._adjust(logits_nV, queries), states, [position for _, position in queries])
@@ -190,7 +197,7 @@ class Sampler:
     def _adjust(self, logits_nV: torch.Tensor, queries: Sequence[tuple[int, int]]) -> torch.Tensor:
         """Penalties, biases, and -inf for what is forbidden. Returns `logits_nV` itself where there is none of them."""
         states = [self._states[id] for id, _ in queries]
-        penalised = [row for row, state in enumerate(states) if _has_penalties(state.params)]
+        penalised = [row for row, state in enumerate(states) if state.params.has_penalties]
         biased = [
             (row, token, bias)
             for row, state in enumerate(states)
@@ -306,14 +313,6 @@ class _PenaltyTables:
 
 def _on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return upload(torch.tensor(values, dtype=dtype), device)
-
-
-def _has_penalties(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
-
-
-def _changes_logits(params: SamplingParams) -> bool:
-    return _has_penalties(params) or bool(params.logit_bias) or params.grammar is not None
 
 
 def _filter(logits_mV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:

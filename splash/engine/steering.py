@@ -99,4 +99,5 @@ class Steering:
 
     def _ended(self, record: SwitchRecord) -> None:
         self._own = None
-        self._policy.switched(parse_layout(record.target), record.status, self._clock())
+        rebalance = record.source == record.target
+        self._policy.switched(parse_layout(record.target), record.status, self._clock(), rebalance)

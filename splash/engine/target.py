@@ -10,7 +10,8 @@ from splash.core.memory import ArenaGeometry
 from splash.core.pages import HeldPages, HolderTable, PageTable
 from splash.core.step import NO_SLOT
 from splash.engine.ahead import AheadCopies
-from splash.scheduler.prefix_cache import MOST_TAKEN_ALONG, Chain, PrefixCache
+from splash.scheduler.idle_pages import Chain
+from splash.scheduler.prefix_cache import MOST_TAKEN_ALONG, PrefixCache
 from splash.scheduler.scheduler import Scheduler
 from splash.switch.manifest import Occupancy, Planned, check_fits, page_flags, rank_copies
 

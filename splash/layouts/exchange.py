@@ -82,7 +82,7 @@ class AttentionInputs:
     def absorbed(self, query_nQ: Tensor, rotary: Rotary) -> Tensor:
         """Queries [n, h, C + R] in the latent space of some rows with these inputs of Q-B."""
         heads = self.heads
-        return heads.absorb(heads.queries(query_nQ), rotary.cos, rotary.sin, self.group.kernels)
+        return heads.absorb(heads.queries(query_nQ, self.group.kernels), rotary.cos, rotary.sin, self.group.kernels)
 
     def attend(self, q_nHK: Tensor, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
         """Absorbed attention to this rank's pages: [n, H, C] and the log-sum-exp [n, H]."""
@@ -180,7 +180,7 @@ class LocalAttention:
     def run(self, inputs: AttentionInputs, query_nQ: Tensor, rotary: Rotary, pages_SPK: Tensor) -> Tensor:
         """[n, h, V] from Q-B's input and the cache that holds the rows' history."""
         heads, attention, kernels = inputs.heads, self._group.attention, self._group.kernels
-        q_nhd = heads.queries(query_nQ)
+        q_nhd = heads.queries(query_nQ, kernels)
         outs = []
         for is_expanded, index, batch in self._parts:
             q, turn = (q_nhd, rotary) if index is None else (q_nhd[index], rotary[index])
@@ -255,17 +255,24 @@ class ShardedExchange(Exchange):
     def __init__(self, rows: StepRows, spec: ModelSpec, group: Rank, step: StepInputs) -> None:
         super().__init__(rows, group)
         self._index = store_index(rows, rows.local, step)
-        lengths = np.array([len(query.tokens) for query in rows.queries], dtype=np.int64)
-        long = np.flatnonzero((lengths >= spec.expanded_rows) & (lengths > 1))
-        is_long_N = np.isin(rows.query_N, long)
-        self._short_rows = np.flatnonzero(~is_long_N)
-        self._num_rows = len(is_long_N)
+        self._num_rows = len(rows.query_N)
+        self._short_rows = np.arange(self._num_rows)
+        long = self._long_chunks(rows, spec)
         if len(long):
-            chosen = np.flatnonzero(is_long_N)
+            is_long_N = np.isin(rows.query_N, long)
+            chosen, self._short_rows = np.flatnonzero(is_long_N), np.flatnonzero(~is_long_N)
             self._long_index, self._short_index = step.upload(chosen), step.upload(self._short_rows)
             self._history = History(rows, long.tolist(), step)
             num_heads = spec.num_heads // group.size
             self._long_batch = attention_batch(rows, chosen, self._history.pages, step, num_heads)
+
+    @staticmethod
+    def _long_chunks(rows: StepRows, spec: ModelSpec) -> np.ndarray:
+        """The queries that attend in the expanded form. None in most steps, which need not look for them."""
+        if not rows.is_chunk_N.any():
+            return np.empty(0, dtype=np.int64)
+        lengths = np.array([len(query.tokens) for query in rows.queries], dtype=np.int64)
+        return np.flatnonzero((lengths >= spec.expanded_rows) & (lengths > 1))
 
     @abstractmethod
     def _run_short(self, inputs: AttentionInputs, query_nQ: Tensor, rotary: Rotary) -> Tensor:
@@ -288,7 +295,7 @@ class ShardedExchange(Exchange):
     def _run_long(self, inputs: AttentionInputs, query_nQ: Tensor, rotary: Rotary) -> Tensor:
         heads, group = inputs.heads, self.group
         history = self._history.gather(inputs.pages_SPK, group)
-        q_nhd = heads.rotate_(heads.queries(query_nQ), rotary.cos, rotary.sin, group.kernels)
+        q_nhd = heads.rotate_(heads.queries(query_nQ, group.kernels), rotary.cos, rotary.sin, group.kernels)
         return group.attention.attend_expanded(q_nhd, history, self._long_batch, heads.kv_b, inputs.scale)
 
 

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from splash.platform.base import AttentionBatch, AttentionBuffers, CapturableAttention
+from splash.core.memory import ArenaGeometry
+from splash.platform.base import AttentionBatch, AttentionBuffers, CapturableAttention, QueryShape
 from splash.platform.host_copies import Staging, upload
 
 MAX_ARRAYS = 16  # that a recorded step uploads, beside the plans of its batches
@@ -52,7 +53,7 @@ class FixedInputs(StepInputs):
         attention: makes the plans of batches.
         max_rows: most elements of an array.
         max_pages: most pages of a batch.
-        page_size: token positions a page.
+        geometry: of the arenas.
         dtype: of queries.
     """
 
@@ -62,11 +63,11 @@ class FixedInputs(StepInputs):
         attention: CapturableAttention,
         max_rows: int,
         max_pages: int,
-        page_size: int,
+        geometry: ArenaGeometry,
         dtype: torch.dtype,
     ) -> None:
         self._attention = attention
-        self._max_pages, self._page_size, self._dtype = max_pages, page_size, dtype
+        self._max_pages, self._geometry, self._dtype = max_pages, geometry, dtype
         self._pitch = -(-max_rows // _ALIGNMENT) * _ALIGNMENT
         self._all = torch.zeros(MAX_ARRAYS * self._pitch, dtype=torch.int64, device=device)
         self._staging = Staging(self._all)
@@ -98,8 +99,9 @@ class FixedInputs(StepInputs):
     def attends(self, batch: AttentionBatch, num_heads: int) -> None:
         if self._next_batch == len(self._batches):
             rows = len(batch.row_positions)  # type: ignore[arg-type]
-            made = self._attention.buffers(rows, self._max_pages, num_heads, self._page_size, self._dtype)
-            self._batches.append(made)
+            spec, page_size = self._geometry.spec, self._geometry.page_size
+            shape = QueryShape(num_heads, spec.latent_dim, spec.kv_lora_rank, page_size, self._dtype)
+            self._batches.append(self._attention.buffers(rows, self._max_pages, shape))
         buffers = self._batches[self._next_batch]
         self._next_batch += 1
         self._attention.bind(batch, buffers)

@@ -34,10 +34,10 @@ class Heads:
     o: Tensor
     nope_dim: int
 
-    def queries(self, x_nQ: Tensor) -> Tensor:
+    def queries(self, x_nQ: Tensor, kernels: Kernels) -> Tensor:
         """Queries [n, h, N + R], not rotated yet, of rows with Q-B input `x_nQ`."""
         num_heads, head_dim, _ = self.q_b.shape
-        return (x_nQ @ self.q_b.flatten(0, 1).t()).view(-1, num_heads, head_dim)
+        return kernels.product(x_nQ, self.q_b.flatten(0, 1).t()).view(-1, num_heads, head_dim)
 
     def rotate_(self, q_nhd: Tensor, cos_nR: Tensor, sin_nR: Tensor, kernels: Kernels) -> Tensor:
         """`queries` rotated in place, for attention in the expanded form."""
@@ -63,6 +63,6 @@ class Heads:
         torch.bmm(out_nhC.transpose(0, 1), w_uv_hCV, out=values_nhV.transpose(0, 1))
         return values_nhV
 
-    def output(self, values_nhV: Tensor) -> Tensor:
+    def output(self, values_nhV: Tensor, kernels: Kernels) -> Tensor:
         """[n, D]; partial unless these are all the heads."""
-        return values_nhV.flatten(1) @ self.o
+        return kernels.product(values_nhV.flatten(1), self.o)

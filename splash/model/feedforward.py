@@ -22,7 +22,7 @@ class DenseMlp:
     down: Tensor
 
     def __call__(self, x_ND: Tensor, kernels: Kernels) -> Tensor:
-        return kernels.silu_and_mul(x_ND @ self.gate_up.t()) @ self.down.t()
+        return kernels.product(kernels.silu_and_mul(kernels.product(x_ND, self.gate_up.t())), self.down.t())
 
 
 @dataclass(frozen=True)

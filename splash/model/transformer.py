@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -83,6 +84,9 @@ class Transformer:
         self._weights = weights
         self._rotary = rotary
         self._group = group
+        ends = [spec.vocab_size * rank // group.size for rank in range(group.size + 1)]
+        self._shares = [range(start, end) for start, end in itertools.pairwise(ends)]
+        assert weights.vocab == slice(*ends[group.rank : group.rank + 2]) and spec.vocab_size < 1 << 24
 
     def prepare(self, rows: StepRows, inputs: StepInputs) -> PreparedStep:
         """The host's part of a step."""
@@ -117,7 +121,8 @@ class Transformer:
             arrive: called with each layer before it is computed; returns once the layer's state is in the arena.
 
         Returns:
-            Logits after each row of `rows.sampled`: float32 [samples, vocabulary] on rank 0, None elsewhere.
+            Scores after each row of `rows.sampled`, over this rank's share of the vocabulary: [samples, V / T]. None
+            where nothing is sampled. `gather` and `most_likely` tell what all ranks found.
         """
         rows, exchange = step.rows, step.exchange
         exchange.start(Rotary(self._rotary.cos[step.positions], self._rotary.sin[step.positions]))
@@ -126,7 +131,33 @@ class Transformer:
             if arrive is not None:
                 arrive(number)
             self._layer(layer, stream, rows, exchange)
-        return None if step.sampled is None else self._logits(stream.whole(), step.sampled)
+        return None if step.sampled is None else self._scores(stream.whole(), step.sampled)
+
+    @torch.inference_mode()
+    def gather(self, scores_sv: Tensor) -> Tensor | None:
+        """The logits of which every rank has a part: float32 [samples, vocabulary] on rank 0, None elsewhere."""
+        if self._group.size == 1:
+            return scores_sv.float()
+        shares = [len(share) for share in self._shares]
+        padded = functional.pad(scores_sv, (0, max(shares) - scores_sv.shape[1])).contiguous()
+        parts_Tsv = self._group.comm.all_gather(padded, [len(padded)] * self._group.size)
+        if self._group.rank:
+            return None
+        parts = parts_Tsv.view(len(shares), *padded.shape).unbind(0)
+        return torch.cat([part[:, :share] for part, share in zip(parts, shares, strict=True)], dim=1).float()
+
+    @torch.inference_mode()
+    def most_likely(self, scores_sv: Tensor) -> Tensor:
+        """The token with the highest logit, of equal ones the first: int64 [samples], on every rank."""
+        if self._group.size == 1:
+            return scores_sv.argmax(dim=1)
+        best_s, token_s = scores_sv.max(dim=1)
+        # Both in one exchange: as float32 a token is exact, and so is what its score was rounded to.
+        token_s = token_s + self._shares[self._group.rank].start
+        pair_2s = torch.stack((best_s.float(), token_s.float()))
+        pairs_T2s = self._group.comm.all_gather(pair_2s, [2] * self._group.size).view(-1, *pair_2s.shape)
+        winner_s = pairs_T2s[:, 0].argmax(dim=0, keepdim=True)
+        return pairs_T2s[:, 1].gather(0, winner_s).squeeze(0).long()
 
     def _embed(self, step: PreparedStep) -> Tensor:
         """Embedding with a sharded vocabulary: each rank looks up the tokens that it has, and the parts are summed."""
@@ -165,7 +196,7 @@ class Transformer:
             AttentionInputs(
                 heads=heads,
                 x_nD=x_nD,
-                down_nX=x_nD @ layer.down.t(),
+                down_nX=self._group.kernels.product(x_nD, layer.down.t()),
                 q_norm_Q=layer.q_a_norm,
                 kv_norm_C=layer.kv_a_norm,
                 eps=LATENT_NORM_EPS,
@@ -175,18 +206,12 @@ class Transformer:
                 group=self._group,
             )
         )
-        return heads.output(values_nhV)
+        return heads.output(values_nhV, self._group.kernels)
 
-    def _logits(self, x_nD: Tensor, sampled: SampledRows) -> Tensor | None:
-        """Final norm and LM head of the sampled rows only; every rank scores its share of the vocabulary."""
+    def _scores(self, x_nD: Tensor, sampled: SampledRows) -> Tensor:
+        """Final norm and LM head of the sampled rows only, for this rank's share of the vocabulary."""
         group, weights = self._group, self._weights
         x_sD = x_nD[sampled.index]
         if sampled.counts is not None and sampled.place is not None:
             x_sD = group.comm.all_gather(x_sD, sampled.counts)[sampled.place]
-        normed = group.kernels.rms_norm(x_sD, weights.final_norm, self._spec.rms_norm_eps)
-        if group.size == 1:
-            return (normed @ weights.lm_head.t()).float()
-        vocab = self._spec.vocab_size
-        counts = [vocab * (rank + 1) // group.size - vocab * rank // group.size for rank in range(group.size)]
-        logits_Vs = group.comm.all_gather(weights.lm_head @ normed.t(), counts)
-        return logits_Vs.t().float() if group.rank == 0 else None
+        return group.kernels.rms_norm(x_sD, weights.final_norm, self._spec.rms_norm_eps) @ weights.lm_head.t()

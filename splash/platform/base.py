@@ -145,6 +145,28 @@ class AttentionBatch:
     device_state: dict[str, object] = field(default_factory=dict, compare=False)
 
 
+@dataclass(frozen=True)
+class QueryShape:
+    """What the batches of a layer have in common: queries [n, H, K] of `dtype`, whose values are the first of a key.
+
+    Attributes:
+        num_heads: H.
+        key_dim: K = C + R.
+        value_dim: C.
+        page_size: P.
+        dtype: of queries and cache.
+    """
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    page_size: int
+    dtype: torch.dtype
+
+
+BLIND_LSE = -3e4  # weighs nothing beside any sum of scores
+
+
 class AttentionBackend(ABC):
     """Multi-query attention over a paged latent cache, the one attention that absorbed MLA needs."""
 
@@ -163,7 +185,7 @@ class AttentionBackend(ABC):
 
         Returns:
             out [n, H, value_dim] in q's dtype, and the natural log-sum-exp of the scaled scores [n, H] float32.
-            A row that sees nothing gives out = 0 and lse = -inf.
+            A row that sees nothing gives out = 0 and an lse below `BLIND_LSE`, -inf as a rule.
         """
 
     @abstractmethod
@@ -214,10 +236,8 @@ class CapturableAttention(Protocol):
     ) -> torch.Tensor:
         """As `AttentionBackend.attend_expanded`."""
 
-    def buffers(
-        self, max_rows: int, max_pages: int, num_heads: int, page_size: int, dtype: torch.dtype
-    ) -> AttentionBuffers:
-        """Buffers for batches of at most so many rows and pages, whose queries have `dtype`."""
+    def buffers(self, max_rows: int, max_pages: int, shape: QueryShape) -> AttentionBuffers:
+        """Buffers for batches of so many rows, and at most so many pages."""
 
     def bind(self, batch: AttentionBatch, buffers: Any) -> None:
         """Have `attend` of `batch` use what `buffers` hold when its kernels run."""

@@ -29,6 +29,10 @@ class Kernels(ABC):
         """(rms_norm of the sum, the sum), both [n, D]."""
 
     @abstractmethod
+    def product(self, x_nK: torch.Tensor, w_KN: torch.Tensor) -> torch.Tensor:
+        """x @ w with weights, which may be a transposed view: [n, K] and [K, N] -> [n, N]."""
+
+    @abstractmethod
     def latent_rows(
         self,
         down_nX: torch.Tensor,

@@ -11,8 +11,9 @@ from splash.core.errors import RequestError
 from splash.core.pages import HeldPages
 from splash.scheduler.chunks import Batch
 from splash.scheduler.config import SchedulerConfig
+from splash.scheduler.idle_pages import CachedPage
 from splash.scheduler.owners import owners_with_room
-from splash.scheduler.prefix_cache import CachedPage, PrefixCache, extend_keys
+from splash.scheduler.prefix_cache import PrefixCache, extend_keys
 from splash.scheduler.request import Request
 
 
@@ -78,12 +79,12 @@ class Admission:
             reserved: pages on each rank that must be left.
         """
         least = None
-        for owner in owners_with_room(
+        for owner, takes in owners_with_room(
             self._pool, tokens, self._needed, self._max_pages, self.found, self._page_size, reserved
         ):
             least = len(self.found[owner]) if least is None else least
             if len(self.found[owner]) >= least:
-                yield self._place(owner)
+                yield Place(owner, self.found[owner], takes)
 
     def place_with_rows(
         self, tokens: Sequence[int], batch: Batch, reserved: Sequence[int] | None = None
@@ -97,9 +98,6 @@ class Admission:
             if batch.busy_T is None:
                 break  # it would have as few rows with any other owner
         return first, False
-
-    def _place(self, owner: int) -> Place:
-        return Place(owner, self.found[owner], self._pool.takes(owner, self.found[owner], self._needed))
 
     def place_of_others(self, tokens: Sequence[int], running: Sequence[Request]) -> tuple[Place, list[Request]] | None:
         """Room that is there once less important requests give up theirs, and which ones: as few and as late as can be.
@@ -116,7 +114,7 @@ class Admission:
         for owner in sorted(range(self._pool.ranks), key=lambda rank: tokens[rank] - self._num_found(rank)):
             if not self._pool.fits_alone(owner, self._max_pages):
                 continue
-            place = self._place(owner)
+            place = Place(owner, self.found[owner], self._pool.takes(owner, self.found[owner], self._needed))
             if (place.takes, place.shared) in tried:
                 continue  # its pages would lie where those of another owner would
             tried.append((place.takes, place.shared))

@@ -130,9 +130,9 @@ class CostPolicy:
         """See `Policy`."""
         self._outputs.add(num_output_tokens, cut_off)
 
-    def switched(self, target: Layout, status: str, now: float) -> None:
+    def switched(self, target: Layout, status: str, now: float, rebalance: bool = False) -> None:
         """See `Policy`."""
-        self._restraint.switched(target, status, now)
+        self._restraint.switched(target, status, now, rebalance)
         if status == "committed":
             self._leads.clear()
             self._left.clear()
@@ -211,7 +211,7 @@ class CostPolicy:
             return facts.decision(offer, None, f"{layout} stays: {leads}, within the margin of {config.margin:.1%}")
         if average <= config.margin:
             return facts.decision(offer, None, f"{layout} stays for now: {leads}, but has not for long enough")
-        if held_back := self._restraint.held_back(offer.target, situation.now):
+        if held_back := self._restraint.held_back(offer.target, situation.now, offer.rebalance):
             return facts.decision(offer, None, f"{layout} stays for now: {leads}, but {held_back}")
         until, why = self._left.get(offer.name, (-math.inf, ""))
         if situation.now < until:

@@ -120,6 +120,8 @@ class Crowd:
 
     def _survivors(self, steps: float) -> tuple[float, float]:
         """(running requests left after so many steps, their tokens then)."""
+        if not steps:
+            return float(len(self.remaining_n)), float(self.tokens_n.sum())
         known = self._known.get(steps)
         if known is None:
             alive_n = np.exp(steps / -self.remaining_n)

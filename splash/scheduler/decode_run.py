@@ -69,11 +69,14 @@ class DecodeRun:
 
     def grow(self) -> bool:
         """Give out the pages that the next step needs. False, and the run over, where pages run out."""
+        growing = []
         for request in self._turning.get(self.num_steps % self._page_size, ()):
             held, page = _held(request), (request.num_computed + self.num_steps) // self._page_size
-            if page == len(held) and not self._scheduler.pool.grow(held, 1):
-                self.left = 0
-                return False
+            if page == len(held):
+                growing.append(held)
+        if growing and not self._scheduler.pool.grow_each(growing):
+            self.left = 0
+            return False
         return True
 
     def step(self) -> None:

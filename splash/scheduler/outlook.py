@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,8 +36,7 @@ from splash.scheduler.traffic import Arrivals, Outputs
 SKEW_STEPS = 10  # a skew is told to a tenth
 
 
-@dataclass(frozen=True)
-class Skew:
+class Skew(NamedTuple):
     """How uneven the owners of the running requests are: the busiest rank over the average.
 
     Attributes:
@@ -129,6 +129,7 @@ class Outlook:
         page_share: pages of requests over those that they would hold if none were shared.
         skew: of the owners now.
         shapes: of its steps.
+        known: seconds that have been predicted, by whether layouts have owners, their skew, and the batches that fit.
     """
 
     first: Phase
@@ -141,6 +142,7 @@ class Outlook:
     page_share: float
     skew: Skew
     shapes: Shapes
+    known: dict[tuple[bool, Skew | None, tuple[float, float]], list[float]] = field(default_factory=dict)
 
     @property
     def steps(self) -> float:
@@ -209,7 +211,7 @@ class Forecaster:
         steps = crowd.steps_to_half(self._horizon_s / step_s, step_s)
         both = [self._prefills(crowd, arrivals, steps, step_s, has_owners) for has_owners in (False, True)]
         prefills = both[lane.has_owners]
-        prefill_s = sum(self._prefill(lane, prefill, shapes, first, batch, covered=0.0) for prefill in prefills)
+        prefill_s = sum([self._prefill(lane, each, shapes, first, batch, covered=0.0)[lane.index] for each in prefills])
         if prefill_s > self._horizon_s:
             share_done = self._horizon_s / prefill_s
             both = [[replace(each, steps=each.steps * share_done) for each in prefills] for prefills in both]
@@ -232,33 +234,48 @@ class Forecaster:
 
     def seconds(self, layout: Layout, outlook: Outlook, skew: Skew | None) -> float:
         """How long the outlook takes in `layout` with owners of that skew, None for even ones."""
-        lane, seconds, steps, batch = self._lanes[layout], 0.0, 0.0, 1.0
-        is_tight = False
-        for phase in (outlook.last, outlook.first):
-            batch = self._batch(lane, phase, outlook.page_share)
+        lane, share = self._lanes[layout], outlook.page_share
+        batches = self._batch(lane, outlook.last, share), self._batch(lane, outlook.first, share)
+        key = lane.has_owners, skew if lane.has_owners else None, batches
+        known = outlook.known.get(key)
+        if known is None:
+            known = outlook.known[key] = self._seconds(lane, outlook, skew, batches)
+        return known[lane.index]
+
+    def _seconds(self, lane: _Lane, outlook: Outlook, skew: Skew | None, batches: tuple[float, float]) -> list[float]:
+        """The same for all layouts that feel the same shapes, with so many requests of the last and the first phase."""
+        seconds, steps, is_tight = [0.0] * lane.times.num_layouts, 0.0, False
+        for phase, batch in zip((outlook.last, outlook.first), batches, strict=True):
             is_tight |= batch < phase.requests
             waves = outlook.decode_steps / 2 * phase.requests / batch
             shape = outlook.shapes.of(phase, round(batch), lane.has_owners, skew)
-            seconds += waves * lane.times.seconds(shape)[lane.index]
+            seconds = [sum_s + waves * step_s for sum_s, step_s in zip(seconds, lane.times.seconds(shape), strict=True)]
             steps += waves
         for prefill in outlook.prefills(lane.has_owners):
-            seconds += self._prefill(lane, prefill, outlook.shapes, outlook.first, batch, steps)
+            added = self._prefill(lane, prefill, outlook.shapes, outlook.first, batches[1], steps)
+            seconds = [sum_s + more_s for sum_s, more_s in zip(seconds, added, strict=True)]
             steps = max(0.0, steps - prefill.steps)
-        return seconds + self._rows_s(lane, outlook, outlook.lost_tokens if is_tight else 0.0)
+        if is_tight and outlook.lost_tokens:
+            again = self._rows_s(lane, outlook, outlook.lost_tokens)
+            seconds = [sum_s + more_s for sum_s, more_s in zip(seconds, again, strict=True)]
+        return seconds
 
     def recompute_s(self, layout: Layout, outlook: Outlook, tokens: float) -> float:
         """Seconds to compute, in `layout`, what of the outlook's prompts would have been found in `tokens` of cache."""
-        return self._rows_s(self._lanes[layout], outlook, min(float(tokens), outlook.found_tokens))
+        rows = min(float(tokens), outlook.found_tokens)
+        lane = self._lanes[layout]
+        return self._rows_s(lane, outlook, rows)[lane.index] if rows else 0.0
 
-    def _rows_s(self, lane: _Lane, outlook: Outlook, rows: float) -> float:
-        """Seconds that so many more rows of prompts take, as the last of the outlook's do."""
+    def _rows_s(self, lane: _Lane, outlook: Outlook, rows: float) -> list[float]:
+        """Seconds that so many more rows of prompts take in the layouts of a lane, as the last of the outlook's do."""
         prefills = outlook.prefills(lane.has_owners)
-        if not (rows and prefills):
-            return 0.0
+        if not prefills:
+            return [0.0] * lane.times.num_layouts
         batch = self._batch(lane, outlook.first, outlook.page_share)
         prefill = prefills[-1]
+        share = rows / (prefill.steps * prefill.chunks * prefill.rows)
         seconds = self._prefill(lane, prefill, outlook.shapes, outlook.first, batch, prefill.steps)
-        return seconds * rows / (prefill.steps * prefill.chunks * prefill.rows)
+        return [share * all_s for all_s in seconds]
 
     def _prefills(
         self, crowd: Crowd, arrivals: Arrivals, steps: float, step_s: float, has_owners: bool
@@ -292,8 +309,8 @@ class Forecaster:
 
     def _prefill(
         self, lane: _Lane, prefill: Prefill, shapes: Shapes, phase: Phase, batch: float, covered: float
-    ) -> float:
-        """Seconds that the chunks add to `covered` steps of decodes."""
+    ) -> list[float]:
+        """Seconds that the chunks add to `covered` steps of decodes, in each layout of a lane."""
         alone = shapes.of(phase, round(min(prefill.decoding, batch)), lane.has_owners, None)
         mixed = Shape(
             alone.singles,
@@ -305,5 +322,6 @@ class Forecaster:
             prefill.start,
             prefill.top_rows,
         )
-        seconds = prefill.steps * lane.times.seconds(mixed)[lane.index]
-        return seconds - min(prefill.steps, covered) * lane.times.seconds(alone)[lane.index]
+        fewer = min(prefill.steps, covered)
+        pairs = zip(lane.times.seconds(mixed), lane.times.seconds(alone), strict=True)
+        return [prefill.steps * mixed_s - fewer * alone_s for mixed_s, alone_s in pairs]

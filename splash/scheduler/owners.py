@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from splash.scheduler.prefix_cache import CachedPage, PrefixCache
+from splash.scheduler.idle_pages import CachedPage
+from splash.scheduler.prefix_cache import PrefixCache
 
 
 def balance_owners(
@@ -47,8 +48,9 @@ def owners_with_room(
     found: Sequence[Sequence[CachedPage]] | None = None,
     page_size: int = 1,
     reserved: Sequence[int] | None = None,
-) -> Iterator[int]:
-    """The ranks that can take the request now, the one with the least to do first.
+) -> Iterator[tuple[int, list[int]]]:
+    """The ranks that can take the request now, the one with the least to do first, each with the free pages that it
+    takes on every rank.
 
     Args:
         pool: the pages.
@@ -69,4 +71,4 @@ def owners_with_room(
     ):
         takes = pool.takes(rank, shared[rank], num_pages)
         if all([take <= own for take, own in zip(takes, spare, strict=True)]) and pool.fits_alone(rank, max_pages):
-            yield rank
+            yield rank, takes

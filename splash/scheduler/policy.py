@@ -116,8 +116,8 @@ class Policy(Protocol):
     def decide(self, situation: Situation) -> Decision | None:
         """What to do now. None where there is nothing to decide on, or it is too early to decide again."""
 
-    def switched(self, target: Layout, status: str, now: float) -> None:
-        """A switch to `target` has ended with a status of `SwitchRecord`; with the present layout, a rebalance."""
+    def switched(self, target: Layout, status: str, now: float, rebalance: bool = False) -> None:
+        """A switch to `target`, or a rebalance in it, has ended with a status of `SwitchRecord`."""
 
 
 class StaticPolicy:
@@ -135,7 +135,7 @@ class StaticPolicy:
         """Never anything."""
         return None
 
-    def switched(self, target: Layout, status: str, now: float) -> None:
+    def switched(self, target: Layout, status: str, now: float, rebalance: bool = False) -> None:
         """Nothing to learn."""
 
 
@@ -151,6 +151,7 @@ class Restraint:
     config: PolicyConfig
     due_s: float = -math.inf
     _cool_until_s: float = -math.inf
+    _rebalance_until_s: float = -math.inf
     _tries: dict[Layout, int] = field(default_factory=dict)  # that came to nothing, one after another
     _blocked_until_s: dict[Layout, float] = field(default_factory=dict)
 
@@ -165,19 +166,27 @@ class Restraint:
         """Decide no earlier than in so many seconds."""
         self.due_s = max(self.due_s, now + seconds)
 
-    def held_back(self, target: Layout, now: float) -> str:
-        """Why a switch to `target` has to wait, or an empty string."""
+    def held_back(self, target: Layout, now: float, rebalance: bool = False) -> str:
+        """Why a switch to `target`, or new owners in it, has to wait, or an empty string.
+
+        New owners are no reason to keep a layout: only another switch or rebalance makes the next of its kind wait.
+        """
         if now < self._cool_until_s:
             return f"the last switch was less than {self.config.cooldown_s:g} s ago"
+        if rebalance and now < self._rebalance_until_s:
+            return f"owners were dealt out less than {self.config.cooldown_s:g} s ago"
         until = self._blocked_until_s.get(target, -math.inf)
         if now < until:
             return f"the last try came to nothing, and the next is due in {until - now:.1f} s"
         return ""
 
-    def switched(self, target: Layout, status: str, now: float) -> None:
+    def switched(self, target: Layout, status: str, now: float, rebalance: bool = False) -> None:
         """See `Policy.switched`."""
         if status == "committed":
-            self._cool_until_s = now + self.config.cooldown_s
+            if rebalance:
+                self._rebalance_until_s = now + self.config.cooldown_s
+            else:
+                self._cool_until_s = now + self.config.cooldown_s
             self._tries.pop(target, None)
             self._blocked_until_s.pop(target, None)
         elif status in ("refused", "failed", "aborted"):

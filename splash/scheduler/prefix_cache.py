@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from splash.core.layout import KV, Layout
-from splash.core.ownership import page_holders
 from splash.core.pages import HeldPages, HolderTable, PagePool
 from splash.core.step import NO_SLOT
+from splash.scheduler.idle_pages import CachedPage, Chain, IdlePages
 
 KEY_BYTES = 16
 KEEP = 1 - 2.0**-14  # what a release is worth after the next
@@ -32,53 +31,15 @@ Keys = Sequence[bytes]  # of a request's first pages
 
 def extend_keys(keys: list[bytes], tokens: Sequence[int], page_size: int, num_pages: int) -> None:
     """Add the keys of the pages of `tokens` up to `num_pages`, all of them full."""
-    for page in range(len(keys), num_pages):
-        digest = hashlib.blake2b(keys[-1] if keys else b"", digest_size=KEY_BYTES)
-        digest.update(array("i", tokens[page * page_size : (page + 1) * page_size]))
-        keys.append(digest.digest())
-
-
-@dataclass(slots=True, eq=False)
-class CachedPage:
-    """A page that is written and full.
-
-    Attributes:
-        key: what it and the pages before it hold.
-        parent: key of the page before it, empty for the first.
-        number: page number, which is the same in every request that holds it.
-        id: its number in `HeldPages.ids`; copies at several places have the same.
-        place: owner rank of the requests that may share it where the layout keeps pages by request, else 0.
-        slots: its slot on each rank, NO_SLOT where there is none.
-        refs: requests that hold it.
-        released: when it last became idle, by a clock of releases.
-        ranks: those that have a slot of it, in order.
-    """
-
-    key: bytes
-    parent: bytes
-    number: int
-    id: int
-    place: int
-    slots: tuple[int, ...]
-    refs: int = 0
-    released: int = 0
-    ranks: tuple[int, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.ranks = tuple([rank for rank, slot in enumerate(self.slots) if slot != NO_SLOT])
-
-
-@dataclass(frozen=True, eq=False)
-class Chain:
-    """Pages that a switch takes along for whoever may ask for them: the first pages of a prompt, up to an idle one.
-
-    Attributes:
-        pages: in page order; those that requests hold as well are among them.
-        owner: owner rank of the requests that are to find them where the target keeps pages by request, else 0.
-    """
-
-    pages: tuple[CachedPage, ...]
-    owner: int
+    first = len(keys)
+    if first >= num_pages:
+        return
+    content = array("i", tokens[first * page_size : num_pages * page_size])
+    data, size = content.tobytes(), content.itemsize * page_size
+    key = keys[-1] if keys else b""
+    for start in range(0, len(data), size):
+        key = hashlib.blake2b(key + data[start : start + size], digest_size=KEY_BYTES).digest()
+        keys.append(key)
 
 
 class PrefixCache(PagePool):
@@ -93,11 +54,10 @@ class PrefixCache(PagePool):
         border: int = 0,
     ) -> None:
         super().__init__(layout, slots, resident, withheld, border)
-        self._by_key: dict[tuple[bytes, int], CachedPage] = {}  # (key, place)
+        self._by_key: dict[bytes, dict[int, CachedPage]] = {}  # key -> place -> page
         self._by_id: dict[tuple[int, int], CachedPage] = {}  # (id, place)
-        # Idle pages by their first holder, next to be evicted first: pages with the same holders are in one queue.
-        self._idle: list[OrderedDict[int, CachedPage]] = [OrderedDict() for _ in slots]
-        self._num_idle = [0] * self.ranks
+        self._idle = IdlePages(self.ranks)
+        self._missed: set[tuple[bytes, int]] = set()  # (key, place) of pages for want of which idle ones are no chain
         self._clock = 0
         # Of the last releases, older ones worth less: how many, and for how many releases pages were idle until found.
         self._releases, self._waits = 0.0, 0.0
@@ -106,24 +66,31 @@ class PrefixCache(PagePool):
 
     def match(self, keys: Keys) -> list[list[CachedPage]]:
         """For a request of each rank, the pages that it would find: as many of the first of `keys` as are there."""
-        found: list[list[CachedPage]] = []
-        for place in range(self.ranks if self.layout.kv is KV.REQUEST else 1):
-            pages = []
-            for key in keys:
-                page = self._by_key.get((key, place))
-                if page is None:
+        num_places = self.ranks if self.layout.kv is KV.REQUEST else 1
+        counts, going_on = [0] * num_places, set(range(num_places))
+        copies: list[dict[int, CachedPage]] = []
+        for key in keys:
+            there = self._by_key.get(key)
+            if there is None:
+                break
+            if len(there) < num_places:
+                for place in going_on.difference(there):
+                    counts[place] = len(copies)
+                    going_on.remove(place)
+                if not going_on:
                     break
-                pages.append(page)
-            found.append(pages)
-        return found if len(found) == self.ranks else found * self.ranks
+            copies.append(there)
+        for place in going_on:
+            counts[place] = len(copies)
+        found = [[there[place] for there in copies[:count]] for place, count in enumerate(counts)]
+        return found if num_places == self.ranks else found * self.ranks
 
     def takes(self, owner: int, shared: Sequence[CachedPage], count: int) -> list[int]:
         """Free pages on each rank that a request of `owner` takes to have `count`, of which the first are `shared`."""
         takes = self._holders[owner].needs(len(shared), count - len(shared))
-        for page in shared:
-            if not page.refs:
-                for rank in page.ranks:
-                    takes[rank] += 1
+        for page in [page for page in shared if not page.refs]:
+            for rank in page.ranks:
+                takes[rank] += 1
         return takes
 
     def freed(self, held: HeldPages, given_up: Counter[CachedPage]) -> list[int]:
@@ -150,14 +117,14 @@ class PrefixCache(PagePool):
         for page in pages:
             assert page.place == self._place(held.owner) and page.number == len(held.ids)
             if not page.refs:
-                self._leave_idle(page)
+                self._idle.remove(page)
                 self._waits += self._clock - page.released
             page.refs += 1
             held.ids.append(page.id)
             for rank in page.ranks:
                 held.counts[rank] += 1
                 held.last[rank] = page.slots[rank]
-        held.table.extend([page.slots for page in pages])
+        held.table.append(*[page.slots for page in pages])
 
     def enter(self, held: HeldPages, number: int, keys: Keys) -> None:
         """Let others find a page of a request, now that it is full and written. `keys` are those of its first pages.
@@ -165,25 +132,26 @@ class PrefixCache(PagePool):
         Where the same was computed twice at once, the later one stays private.
         """
         key, place = keys[number], self._place(held.owner)
-        if (key, place) in self._by_key:
-            return
-        if self.layout.kv is KV.REQUEST:
-            copies = (self._by_key.get((key, other)) for other in range(self.ranks))
-            held.ids[number] = next((copy.id for copy in copies if copy is not None), held.ids[number])
+        copies = self._by_key.get(key)
+        if copies:
+            if place in copies:
+                return
+            held.ids[number] = next(iter(copies.values())).id  # which all of them have
         (slots,) = held.table.rows(number, number + 1)
         parent = keys[number - 1] if number else b""
-        self._add(CachedPage(key, parent, number, held.ids[number], place, slots, refs=1))
+        ranks = self._holders[held.owner].of(number)
+        self._add(CachedPage(key, parent, number, held.ids[number], place, slots, 1, 0, ranks))
 
     # --- what the pool does, with idle pages counting as free ---
 
     @property
     def num_idle(self) -> list[int]:
         """Pages on each rank that no request holds but a request may find."""
-        return list(self._num_idle)
+        return list(self._idle.num_T)
 
     @property
     def num_free(self) -> list[int]:
-        return [free + idle for free, idle in zip(super().num_free, self._num_idle, strict=True)]
+        return [free + idle for free, idle in zip(super().num_free, self._idle.num_T, strict=True)]
 
     @property
     def num_wanted(self) -> int:
@@ -194,34 +162,52 @@ class PrefixCache(PagePool):
         return round(self._waits / self._releases) if self._releases else 0
 
     def grow(self, held: HeldPages, count: int) -> bool:
-        while not super().grow(held, count):
-            if self.lacking(held.owner, len(held), count):
-                return False
-            needs = self._holders[held.owner].needs(len(held), count)
-            for rank, allocator in enumerate(self._allocators):
-                while needs[rank] > allocator.num_free:
-                    self._evict_next(rank)
-        return True
+        if super().grow(held, count):
+            return True
+        if self.lacking(held.owner, len(held), count):
+            return False
+        self._make_room(self._holders[held.owner].needs(len(held), count))
+        return super().grow(held, count)
 
-    def release(self, held: HeldPages) -> None:
-        """Let go of all pages of a request, whose table is empty afterwards. Those in the cache stay, deepest first."""
-        place = self._place(held.owner)
+    def grow_each(self, growing: Sequence[HeldPages]) -> bool:
+        if super().grow_each(growing):
+            return True
+        needs = [0] * self.ranks
+        for held in growing:
+            for rank in self._holders[held.owner].of(len(held)):
+                needs[rank] += 1
+        if any([need > free for need, free in zip(needs, self.num_free, strict=True)]):
+            return False
+        self._make_room(needs)
+        return super().grow_each(growing)
+
+    def _make_room(self, needs: Sequence[int]) -> None:
+        """Evict until each rank has so many free slots."""
+        for rank, allocator in enumerate(self._allocators):
+            while needs[rank] > allocator.num_free:
+                self._evict_next(rank)
+
+    def release(self, *given_up: HeldPages) -> None:
+        """Let go of all pages of some requests, whose tables are empty afterwards. Those in the cache stay, the deepest
+        of each request first to be evicted."""
+        if not self._by_id:
+            super().release(*given_up)
+            return
         private: list[list[int]] = [[] for _ in range(self.ranks)]
-        holders, number = self._holders[held.owner], len(held)
-        for id, slots in zip(reversed(held.ids), reversed(held.table.rows(0, len(held))), strict=True):
-            page = self._by_id.get((id, place))
-            number -= 1
-            if page is None:
-                for rank in holders.of(number):
-                    private[rank].append(slots[rank])
-                continue
-            page.refs -= 1
-            if not page.refs:
-                self._become_idle(page)
+        for held in given_up:
+            place, holders, number = self._place(held.owner), self._holders[held.owner], len(held)
+            for id, slots in zip(reversed(held.ids), reversed(held.table.rows(0, number)), strict=True):
+                page = self._by_id.get((id, place))
+                number -= 1
+                if page is None:
+                    for rank in holders.of(number):
+                        private[rank].append(slots[rank])
+                    continue
+                page.refs -= 1
+                if not page.refs:
+                    self._become_idle(page)
+            held.clear()
         super().free(private)
-        held.counts, held.last = [0] * self.ranks, [None] * self.ranks
-        held.table.clear()
-        held.ids.clear()
 
     def are_free(self, slots: Sequence[Sequence[int]]) -> bool:
         if super().are_free(slots):
@@ -246,55 +232,40 @@ class PrefixCache(PagePool):
     def idle_slots(self, target: Layout | None = None, but: Container[CachedPage] = ()) -> tuple[np.ndarray, ...]:
         """By rank, the slots of idle pages, int64, but for some pages; only of those that `target` could use where they
         lie, if given."""
-        idle = [page for queue in self._idle for page in queue.values() if page not in but]
-        slots = np.array([page.slots for page in idle], dtype=np.int64).reshape(-1, self.ranks)
-        if target is not None:
-            numbers = np.array([page.number for page in idle], dtype=np.int64)
-            resident = np.zeros(len(idle), dtype=bool)
-            for owner in range(self.ranks):
-                wanted = page_holders(numbers, np.full(len(idle), owner), target, self.ranks)
-                resident |= ((slots != NO_SLOT) | ~wanted).all(axis=1)
-            slots = slots[resident]
-        return tuple(own[own != NO_SLOT] for own in slots.T)
+        return self._idle.slots(target, but)
 
     def evict(self, unwanted: Callable[[CachedPage], bool] = lambda page: True) -> None:
         """Evict the idle pages for which `unwanted` holds."""
-        for queue in self._idle:
-            for page in [page for page in queue.values() if unwanted(page)]:
-                self._evict(page)
+        for page in [page for page in self._idle if unwanted(page)]:
+            self._evict(page)
 
     def _place(self, owner: int) -> int:
         return owner if self.layout.kv is KV.REQUEST else 0
 
-    def _queue(self, page: CachedPage) -> OrderedDict[int, CachedPage]:
-        return self._idle[page.ranks[0]]
-
     def _add(self, page: CachedPage) -> None:
-        self._by_key[page.key, page.place] = page
+        self._by_key.setdefault(page.key, {})[page.place] = page
         self._by_id[page.id, page.place] = page
+        if (page.key, page.place) in self._missed:
+            self._missed.clear()
+            self._idle.forget()
 
     def _become_idle(self, page: CachedPage) -> None:
         self._clock += 1
         self._releases = self._releases * KEEP + 1.0
         self._waits *= KEEP
         page.released = self._clock
-        self._queue(page)[page.id] = page
-        for rank in page.ranks:
-            self._num_idle[rank] += 1
-
-    def _leave_idle(self, page: CachedPage) -> None:
-        del self._queue(page)[page.id]
-        for rank in page.ranks:
-            self._num_idle[rank] -= 1
+        self._idle.add(page)
 
     def _evict_next(self, rank: int) -> None:
         """Evict the page that is next on `rank`."""
-        queue = self._idle[0 if self.layout.kv is KV.REPLICATED else rank]
-        self._evict(next(iter(queue.values())))
+        self._evict(self._idle.first(0 if self.layout.kv is KV.REPLICATED else rank))
 
     def _evict(self, page: CachedPage) -> None:
-        self._leave_idle(page)
-        del self._by_key[page.key, page.place], self._by_id[page.id, page.place]
+        self._idle.remove(page)
+        copies = self._by_key[page.key]
+        del copies[page.place], self._by_id[page.id, page.place]
+        if not copies:
+            del self._by_key[page.key]
         super().free([[slot] if slot != NO_SLOT else [] for slot in page.slots])
 
     # --- switches ---
@@ -307,35 +278,46 @@ class PrefixCache(PagePool):
             room: by rank, slots that they may fill, before and after the switch together.
             most: pages in all, at most.
         """
-        idle = [page for queue in self._idle for page in queue.values()]
+        left, num, chains = list(room), 0, []
+        for chain in self._idle.chains(target, lambda: self._work_out(target)):
+            num += chain.num_more
+            left = [have - take for have, take in zip(left, chain.takes, strict=True)]
+            if num > most or min(left) < 0:
+                break
+            chains.append(chain)
+        return chains
+
+    def _work_out(self, target: Layout) -> Iterator[Chain]:
+        """All chains to `target`, those first that are wanted most."""
+        idle = list(self._idle)
         inner = {(page.parent, page.place) for page in idle}
         leaves = [page for page in idle if (page.key, page.place) not in inner]
         holders = [HolderTable(target, owner, self.ranks) for owner in range(self.ranks)]
         counted: set[tuple[int, int]] = set()  # (id, owner)
-        left, chains = list(room), []
         for leaf in sorted(leaves, key=lambda page: page.released, reverse=True):
             pages: list[CachedPage] = []
             page: CachedPage | None = leaf
             while page is not None:
                 pages.append(page)
-                page = self._by_key.get((page.parent, page.place))
+                page = self._by_key.get(page.parent, {}).get(page.place)
             if pages[-1].parent:
+                self._missed.add((pages[-1].parent, leaf.place))
                 continue  # a page before it is gone, so nobody would find it
             owner = 0
             if target.kv is KV.REQUEST:
                 owner = leaf.place if self.layout.kv is KV.REQUEST else leaf.key[0] % self.ranks
-            more = [page for page in pages if (page.id, owner) not in counted]
+            num_before, of = len(counted), holders[owner].of
+            # Pages on the same ranks, before and after together, are counted and not looked at one by one.
+            alike: Counter[tuple[tuple[int, ...], tuple[int, ...]]] = Counter()
+            for page in pages:
+                if (page.id, owner) not in counted:
+                    counted.add((page.id, owner))
+                    alike[() if page.refs else page.ranks, of(page.number)] += 1
             takes = [0] * self.ranks
-            for page in more:
-                wanted = holders[owner].of(page.number)
-                for rank in wanted if page.refs else {*page.ranks, *wanted}:
-                    takes[rank] += 1
-            if len(counted) + len(more) > most or any(take > have for take, have in zip(takes, left, strict=True)):
-                break
-            counted.update((page.id, owner) for page in more)
-            left = [have - take for have, take in zip(left, takes, strict=True)]
-            chains.append(Chain(tuple(reversed(pages)), owner))
-        return chains
+            for (there, wanted), count in alike.items():
+                for rank in {*there, *wanted}:
+                    takes[rank] += count
+            yield Chain(tuple(reversed(pages)), owner, len(counted) - num_before, tuple(takes))
 
     def arrived(
         self, target: Layout, chains: Iterable[tuple[Chain, np.ndarray]]
@@ -368,23 +350,26 @@ class PrefixCache(PagePool):
             usable: by rank, bool [slots], where those may lie that are not taken along.
             taken_along: see `arrived`.
         """
-        live, places = after._by_key, range(self.ranks if after.layout.kv is KV.REQUEST else 1)
-        kept = [page for at, page in taken_along.items() if at not in live]
+        places = range(self.ranks if after.layout.kv is KV.REQUEST else 1)
+        kept = [page for (key, place), page in taken_along.items() if place not in after._by_key.get(key, ())]
         there = {(page.key, page.place) for page in kept}
+
+        def is_there(key: bytes, place: int) -> bool:
+            return (key, place) in there or place in after._by_key.get(key, ())
+
         holders = [HolderTable(after.layout, owner, self.ranks) for owner in range(self.ranks)]
-        idle = [page for queue in self._idle for page in queue.values()]
+        idle = list(self._idle)
         along = {key for key, _ in taken_along}
         for page in sorted((page for page in idle if page.key not in along), key=lambda page: page.number):
             # Without the page before it, it would never be found. First pages are dealt out over the places.
             for place in sorted(places, key=lambda place: (place - page.key[0]) % self.ranks):
-                before, at = (page.parent, place), (page.key, place)
-                if at in live or at in there or (page.parent and before not in live and before not in there):
+                if is_there(page.key, place) or (page.parent and not is_there(page.parent, place)):
                     continue
                 wanted = holders[place].of(page.number)
                 if all(page.slots[rank] != NO_SLOT and usable[rank][page.slots[rank]] for rank in wanted):
                     slots = tuple(slot if rank in wanted else NO_SLOT for rank, slot in enumerate(page.slots))
                     kept.append(CachedPage(page.key, page.parent, page.number, page.id, place, slots, 0, page.released))
-                    there.add(at)
+                    there.add((page.key, place))
                     break
         return sorted(kept, key=lambda page: page.released)
 
@@ -418,7 +403,7 @@ class PrefixCache(PagePool):
 
     def distrust(self, other: PrefixCache) -> None:
         """Evict every idle page that `other`, a pool over the same slots, does not know to lie where it lies here."""
-        known = {(page.key, *at) for page in other._by_key.values() for at in enumerate(page.slots)}
+        known = {(page.key, *at) for page in other._by_id.values() for at in enumerate(page.slots)}
         self.evict(
             lambda page: any(
                 slot != NO_SLOT and (page.key, rank, slot) not in known for rank, slot in enumerate(page.slots)
@@ -433,14 +418,14 @@ class Heritage:
     serves knows of it can be taken over as soon as it is known where the page will lie.
 
     Attributes:
-        by_key, by_id: the pages by (key, place) and (id, place).
+        by_key, by_id: the pages by key and place, and by (id, place).
     """
 
     def __init__(self, before: PrefixCache, target: Layout) -> None:
         """Take over from `before` for a pool of the layout `target`."""
         self._before = before
         self._by_request = target.kv is KV.REQUEST
-        self.by_key: dict[tuple[bytes, int], CachedPage] = {}
+        self.by_key: dict[bytes, dict[int, CachedPage]] = {}
         self.by_id: dict[tuple[int, int], CachedPage] = {}
 
     def add(
@@ -467,8 +452,8 @@ class Heritage:
                 continue
             page = self.by_id.get((id, place))
             if page is None:
-                page = CachedPage(old.key, old.parent, number, id, place, own)
-                self.by_id[id, place] = self.by_key[old.key, place] = page
+                page = self.by_id[id, place] = CachedPage(old.key, old.parent, number, id, place, own)
+                self.by_key.setdefault(old.key, {})[place] = page
             page.refs += 1
             known.append(id)
         return known
@@ -480,4 +465,6 @@ class Heritage:
             page = self.by_id[id, place]
             page.refs -= 1
             if not page.refs:
-                del self.by_id[id, place], self.by_key[page.key, place]
+                del self.by_id[id, place], self.by_key[page.key][place]
+                if not self.by_key[page.key]:
+                    del self.by_key[page.key]

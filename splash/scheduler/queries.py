@@ -19,18 +19,33 @@ class PlannedStep:
 
     Attributes:
         plan: what the ranks do.
+        sampled: the requests that get a token, in the order of its queries.
         filling: who fills which pages.
         is_foreseen: whether all that it changes but the values of tokens has been taken in.
     """
 
     plan: StepPlan
+    sampled: list[Request]
     filling: list[Filling]
     is_foreseen: bool = False
 
 
-def make_queries(
-    running: Sequence[Request], batch: Batch, ranks: int, page_size: int
-) -> tuple[list[list[Query]], list[Filling]]:
+class Rows:
+    """The queries of a step as they are put together, by owner.
+
+    Attributes:
+        queries: by owner.
+        sampled: by owner, the requests that get a token, in the same order.
+        filling: who fills which pages.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.queries: list[list[Query]] = [[] for _ in range(ranks)]
+        self.sampled: list[list[Request]] = [[] for _ in range(ranks)]
+        self.filling: list[Filling] = []
+
+
+def make_rows(running: Sequence[Request], batch: Batch, ranks: int, page_size: int) -> Rows:
     """The queries of a step by owner: rows of requests that decode, then chunks. Counts them as computed.
 
     Args:
@@ -38,26 +53,26 @@ def make_queries(
         batch: which of them compute more than one token, or are new, and how many rows they get.
         ranks: T.
         page_size: token positions a page.
-
-    Returns:
-        queries by owner, and who fills which pages in the step.
     """
-    queries: list[list[Query]] = [[] for _ in range(ranks)]
-    filling: list[Filling] = []
+    made = Rows(ranks)
+    queries, sampled, filling = made.queries, made.sampled, made.filling
     chunks = {chunk.request for chunk in batch.chunks}
+    last_offset = page_size - 1
     for request in running:
         if request in chunks:
             continue
         held, start = request.held, request.num_computed
         assert held is not None
         new_pages: tuple[tuple[int, ...], ...] = ()
-        page, offset = divmod(start, page_size)
+        offset = start % page_size
         if not offset:
+            page = start // page_size
             new_pages = held.table.rows(page, page + 1)
-        if offset == page_size - 1:
-            filling.append((request, page, page + 1))
+        elif offset == last_offset:
+            filling.append((request, start // page_size, start // page_size + 1))
         owner = held.owner
         queries[owner].append(Query(request.id, start, (request.tokens[start],), owner, True, new_pages))
+        sampled[owner].append(request)
         request.num_computed = start + 1
     for count, (_, left, request, _) in zip(batch.rows(), batch.chunks, strict=True):
         held, start = request.held, request.num_computed
@@ -69,9 +84,11 @@ def make_queries(
             tokens = tuple(request.tokens[start:end])
             sample, score = count == left, request.is_unscored
             queries[held.owner].append(Query(request.id, start, tokens, held.owner, sample, pages, score))
+            if sample:
+                sampled[held.owner].append(request)
             request.num_computed = end
             filling.append((request, start // page_size, end // page_size))
-    return queries, filling
+    return made
 
 
 def enter_pages(cache: PrefixCache, filling: list[Filling], page_size: int) -> None:

@@ -10,7 +10,8 @@ import msgspec
 from splash.core.pages import HeldPages
 from splash.core.request import SamplingParams, TokenLogprob
 from splash.core.step import NewRequest
-from splash.scheduler.prefix_cache import PrefixCache
+from splash.scheduler.config import SchedulerConfig
+from splash.scheduler.prefix_cache import Keys, PrefixCache
 
 Order = tuple[int, int]  # priority, arrival
 
@@ -65,6 +66,7 @@ class Request:
         num_prompt: tokens in the prompt.
         max_tokens: most tokens to generate, clipped to the model's length.
         tokens: prompt and output so far, the last of it perhaps `PENDING_TOKEN` while a step after it is planned.
+        stops: tokens that end it, once it has as many as it must: those that it names, and those that end a sequence.
         num_computed: positions whose keys are cached, or will be by the steps in flight.
         held: its pages, for all of `tokens` as of its admission and those since; None while it waits.
         announced: whether the ranks have heard of it.
@@ -73,6 +75,8 @@ class Request:
         scores: log-probabilities of its prompt's tokens after the first, as far as they are known.
         live: False once it has finished or was aborted.
         order: its place in the order of service: by priority, then by arrival.
+        most_tokens: of prompt and output together.
+        is_greedy: see `SamplingParams`.
     """
 
     id: int
@@ -82,6 +86,7 @@ class Request:
     num_prompt: int
     max_tokens: int
     tokens: list[int]
+    stops: frozenset[int] = frozenset()
     num_computed: int = 0
     held: HeldPages | None = None
     announced: bool = False
@@ -90,9 +95,21 @@ class Request:
     scores: list[TokenLogprob] = field(default_factory=list)
     live: bool = True
     order: Order = field(init=False)
+    most_tokens: int = field(init=False)
+    is_greedy: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.order = (self.priority, self.arrival)
+        self.most_tokens = self.num_prompt + self.max_tokens
+        self.is_greedy = self.new.params.is_greedy
+
+    @classmethod
+    def of(cls, new: NewRequest, priority: int, arrival: int, config: SchedulerConfig, keys: Keys = ()) -> Request:
+        """A request that has just come, under the limits of `config`. `keys` are those of its pages that are known."""
+        params, num_prompt = new.params, len(new.prompt)
+        max_tokens = min(params.max_tokens, config.max_model_len - num_prompt)
+        stops = frozenset(params.stop_token_ids).union(() if params.ignore_eos else config.eos_token_ids)
+        return cls(new.id, priority, arrival, new, num_prompt, max_tokens, list(new.prompt), stops, keys=list(keys))
 
     @property
     def params(self) -> SamplingParams:
@@ -115,7 +132,7 @@ class Request:
     @property
     def has_all_tokens(self) -> bool:
         """Whether it has as many output tokens as it may."""
-        return len(self.tokens) - self.num_prompt >= self.max_tokens
+        return len(self.tokens) >= self.most_tokens
 
     def progress(
         self, logprob: TokenLogprob | None, finish_reason: str | None, stop_reason: int | str | None
@@ -132,9 +149,7 @@ class Request:
         params = self.new.params
         num_outputs = len(self.tokens) - self.num_prompt
         token = self.tokens[-1]
-        if num_outputs > params.min_tokens:
-            if token in eos_token_ids and not params.ignore_eos:
-                return "stop", None
-            if token in params.stop_token_ids:
-                return "stop", token
+        if num_outputs > params.min_tokens and token in self.stops:
+            is_eos = token in eos_token_ids and not params.ignore_eos
+            return "stop", None if is_eos else token
         return ("length", None) if self.has_all_tokens else (None, None)

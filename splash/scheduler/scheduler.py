@@ -31,12 +31,12 @@ from msgspec import structs
 
 from splash.core.pages import HeldPages
 from splash.core.request import SamplingParams
-from splash.core.step import PENDING_TOKEN, NewRequest, Query, StepOutput, StepPlan
+from splash.core.step import PENDING_TOKEN, NewRequest, StepOutput, StepPlan
 from splash.scheduler.admission import Admission, Place, check_capacity, check_request, holds_any, is_stuck
 from splash.scheduler.chunks import Batch, Prompt
 from splash.scheduler.config import SchedulerConfig
-from splash.scheduler.prefix_cache import Keys, PrefixCache
-from splash.scheduler.queries import Filling, PlannedStep, enter_pages, make_queries
+from splash.scheduler.prefix_cache import Keys, PrefixCache, extend_keys
+from splash.scheduler.queries import PlannedStep, Rows, enter_pages, make_rows
 from splash.scheduler.queue import WaitingQueue
 from splash.scheduler.request import Progress, Rebase, Request
 
@@ -123,12 +123,12 @@ class Scheduler:
         assert id not in self._requests, f"request {id} is live"
         prompt = tuple(prompt)
         check_request(prompt, priority, self.config.max_model_len)
-        max_tokens = min(params.max_tokens, self.config.max_model_len - len(prompt))
-        new = NewRequest(id, prompt, params, seed)
-        request = Request(id, priority, self._num_arrived, new, len(prompt), max_tokens, list(prompt), keys=list(keys))
+        request = Request.of(NewRequest(id, prompt, params, seed), priority, self._num_arrived, self.config, keys)
         for pool in (self.pool, self._pool_before):  # the step in flight may be retracted
             if pool is not None:
                 check_capacity(request, pool, self.config.page_size)
+        if self.config.prefix_cache and not request.is_unscored:
+            extend_keys(request.keys, prompt, self.config.page_size, (len(prompt) - 1) // self.config.page_size)
         self._num_arrived += 1
         self._requests[id] = request
         self._waiting.push(request)
@@ -155,35 +155,34 @@ class Scheduler:
         assert not self._in_flight or [step.is_foreseen for step in self._in_flight] == [True], "a step is in flight"
         batch = self._admit_waiting(self._grow_decoding())
         if not self._running:
-            unused = self.pool.num_free == self.pool.num_total  # a switch under way may hold pages of its own
-            assert not self.num_waiting or self.holds_admission or not unused, (
-                "a request waits for pages that nobody holds"
-            )
+            in_use = self.pool.num_free != self.pool.num_total  # a switch under way may hold pages of its own
+            assert not self.num_waiting or self.holds_admission or in_use, "a request waits for pages that nobody holds"
             return None
         new = [request.new for request in sorted(batch.new, key=_by_order) if not request.announced]
         for request in batch.new:
             request.announced = True
-        return self._plan(*make_queries(self._running, batch, self.pool.ranks, self.config.page_size), new)
+        return self._plan(make_rows(self._running, batch, self.pool.ranks, self.config.page_size), new)
 
     def schedule_empty(self) -> StepPlan:
         """Plan a step without rows, for what it carries beside them."""
         assert not self._in_flight or [step.is_foreseen for step in self._in_flight] == [True], "a step is in flight"
-        return self._plan([], [], [])
+        return self._plan(Rows(self.pool.ranks), [])
 
-    def _plan(self, rows: list[list[Query]], filling: list[Filling], new: list[NewRequest]) -> StepPlan:
+    def _plan(self, rows: Rows, new: list[NewRequest]) -> StepPlan:
         plan = StepPlan(
             self._step,
             self.epoch,
             self.pool.layout.name,
-            tuple(chain.from_iterable(rows)),
+            tuple(chain.from_iterable(rows.queries)),
             tuple(new),
             tuple(self._released),
             tuple(self._finished),
+            all([request.is_greedy for request in self._running]),
         )
         self._step += 1
         self._released.clear()
         self._finished.clear()
-        self._in_flight.append(PlannedStep(plan, filling))
+        self._in_flight.append(PlannedStep(plan, list(chain.from_iterable(rows.sampled)), rows.filling))
         return plan
 
     def foresee(self) -> None:
@@ -198,12 +197,12 @@ class Scheduler:
         if self.config.prefix_cache:
             enter_pages(self.pool, step.filling, self.config.page_size)
         retired, self._aborted_in_flight = self._aborted_in_flight, []
-        for query in step.plan.queries:
-            request = self._requests.get(query.request) if query.sample else None
-            if request is not None:
-                request.tokens.append(PENDING_TOKEN)
+        for request in step.sampled:
+            if request.live:
+                tokens = request.tokens
+                tokens.append(PENDING_TOKEN)
                 self._tokens[_held(request).owner] += 1
-                if request.has_all_tokens:
+                if len(tokens) >= request.most_tokens:
                     self._ending.append(request)
         self._retire_all(retired + self._ending)
 
@@ -212,7 +211,7 @@ class Scheduler:
         first = [(step.plan.step, step.plan.epoch) for step in self._in_flight][:1]
         assert first == [(output.step, output.epoch)], "not the step in flight"
         step = self._in_flight[0]
-        assert output.requests == tuple([query.request for query in step.plan.queries if query.sample])
+        assert output.requests == tuple([request.id for request in step.sampled])
         if not step.is_foreseen:
             self.foresee()
         self._in_flight.popleft()
@@ -221,23 +220,27 @@ class Scheduler:
         self._ending = []
         progress: list[Progress] = []
         retired: list[Request] = []
-        requests, eos_token_ids, failures = self._requests, self.config.eos_token_ids, dict(output.failures)
+        eos_token_ids, failures = self.config.eos_token_ids, dict(output.failures)
         for id, position, scores in output.scores:
-            if id in requests:
-                requests[id].take_scores(position, scores)
-        for id, token, logprob in zip(output.requests, output.tokens, output.logprobs, strict=True):
-            request = requests.get(id)
-            if request is None:
+            if id in self._requests:
+                self._requests[id].take_scores(position, scores)
+        for request, token, logprob in zip(step.sampled, output.tokens, output.logprobs, strict=True):
+            if not request.live:
                 continue
-            request.tokens[-1] = token
-            finish_reason, stop_reason = ("error", failures[id]) if id in failures else request.finish(eos_token_ids)
+            tokens = request.tokens
+            tokens[-1] = token
+            finish_reason: str | None = None
+            stop_reason: int | str | None = None
+            if token in request.stops or len(tokens) >= request.most_tokens or failures:
+                failure = failures.get(request.id)
+                finish_reason, stop_reason = request.finish(eos_token_ids) if failure is None else ("error", failure)
             if finish_reason is not None:
-                del requests[id]
+                del self._requests[request.id]
                 request.live = False
                 if request.held is not None:
                     retired.append(request)
                 elif not request.has_all_tokens:  # preempted since
-                    self._finished.append(id)
+                    self._finished.append(request.id)
             progress.append(request.progress(logprob, finish_reason, stop_reason))
         self._retire_all(retired)
         return progress
@@ -256,9 +259,7 @@ class Scheduler:
         self._count_by_owner()
 
     def rebase(self, pool: PrefixCache, held: Mapping[int, HeldPages]) -> Rebase:
-        """Go on in another layout, or with other owners, from the next step on.
-
-        Steps in flight end in the state before.
+        """Go on in another layout, or with other owners, from the next step on. Those in flight end in the state before.
 
         Args:
             pool: the pages of the target state.
@@ -280,12 +281,9 @@ class Scheduler:
     def go_back(self, before: Rebase) -> None:
         """Undo `rebase`, of which no step has been planned yet."""
         self.pool, self._pool_before, self.epoch = before.pool, None, self.epoch - 1
+        self.pool.release(*[held for request, held, _ in before.requests if request.held is None and held is not None])
         for request, held, _ in before.requests:
-            assert held is not None
-            if request.held is None:
-                self.pool.release(held)
-            else:
-                request.held = held
+            request.held = None if request.held is None else held
         self._count_by_owner()
 
     def retract(self, before: Rebase) -> None:
@@ -354,8 +352,7 @@ class Scheduler:
             self._waiting.push(request)
         self._ending = []
         self.preempt_all()
-        self._released.clear()
-        self._finished.clear()
+        self._released, self._finished = [], []
 
     def _count_by_owner(self) -> None:
         self._tokens, self._owned = [0] * self.pool.ranks, [0] * self.pool.ranks
@@ -371,18 +368,20 @@ class Scheduler:
     def _grow_decoding(self) -> Batch:
         """Give each running request with one token to compute the page that it needs. Returns the step so far."""
         page_size = self.config.page_size
-        running = self._running
         chunks: list[Prompt] = []
-        index = 0
-        while index < len(running):  # whoever is preempted on the way stands at `index` or later
-            request = running[index]
+        growing: list[Request] = []
+        for request in self._running:
             start = request.num_computed
             left = len(request.tokens) - start
             if left > 1:
                 chunks.append(Prompt(request.order, left, request, _held(request).owner))
-            elif start % page_size == 0 and len(_held(request)) * page_size == start and not self._grow(index):
-                continue
-            index += 1
+            elif start % page_size == 0 and len(_held(request).ids) * page_size == start:
+                growing.append(request)
+        if growing and not self.pool.grow_each([_held(request) for request in growing]):
+            for request in growing:
+                if request.held is not None:  # else preempted for one before it
+                    self._grow(self._running.index(request))
+            chunks = [chunk for chunk in chunks if chunk.request.held is not None]
         return Batch.of_step(self.pool.layout, self.config.max_batched_tokens, self._owned, chunks)
 
     def _admit_waiting(self, batch: Batch) -> Batch:
@@ -455,8 +454,8 @@ class Scheduler:
             self.num_queried += times * request.num_prompt
             self.num_hit += times * request.num_cached
 
-    def _grow(self, index: int) -> bool:
-        """Add a page to the running request at `index`, making room by preemption. False: it was itself preempted."""
+    def _grow(self, index: int) -> None:
+        """Add a page to the running request at `index`, making room by preemption, in the end its own."""
         running = self._running
         held = _held(running[index])
         while not self.pool.grow(held, 1):
@@ -466,32 +465,32 @@ class Scheduler:
                 victim -= 1
             self._preempt(victim)
             if victim == index:
-                return False
-        return True
+                return
 
     def _preempt(self, index: int) -> None:
         """Take the pages of the running request at `index` and let it wait, in its place in the order of service."""
         request = self._running.pop(index)
-        self._release(request)
+        self._release([request])
         self.num_lost += request.num_computed
         request.num_computed = 0
         self._waiting.push(request)
         self.num_preemptions += 1
 
-    def _release(self, request: Request) -> None:
-        """Free the pages of a running request. The next plan tells the ranks."""
-        held = _held(request)
-        self.pool.release(held)
-        self._tokens[held.owner] -= len(request.tokens)
-        self._owned[held.owner] -= 1
-        self._released.append(request.id)
-        request.held = None
+    def _release(self, requests: Sequence[Request]) -> None:
+        """Free the pages of running requests. The next plan tells the ranks."""
+        self.pool.release(*[_held(request) for request in requests])
+        for request in requests:
+            owner = _held(request).owner
+            self._tokens[owner] -= len(request.tokens)
+            self._owned[owner] -= 1
+            self._released.append(request.id)
+            request.held = None
 
-    def _retire_all(self, requests: list[Request]) -> None:
+    def _retire_all(self, requests: Sequence[Request]) -> None:
+        """Let requests that ran be over."""
         if requests:
-            for request in requests:
-                self._release(request)
-                self._finished.append(request.id)
+            self._release(requests)
+            self._finished += [request.id for request in requests]
             self._running = [request for request in self._running if request.held is not None]
 
 

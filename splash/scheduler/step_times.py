@@ -55,9 +55,13 @@ class StepTimes:
     Args:
         model: what predicts them.
         layouts: the layouts.
+
+    Attributes:
+        num_layouts: how many.
     """
 
     def __init__(self, model: CostModel, layouts: Sequence[Layout]) -> None:
+        self.num_layouts = len(layouts)
         self._model = model
         self._layouts = layouts
         self._seconds: dict[Shape, list[float]] = {}

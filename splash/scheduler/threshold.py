@@ -46,9 +46,9 @@ class ThresholdPolicy:
     def finished(self, num_output_tokens: int, cut_off: bool = False) -> None:
         """Nothing to learn."""
 
-    def switched(self, target: Layout, status: str, now: float) -> None:
+    def switched(self, target: Layout, status: str, now: float, rebalance: bool = False) -> None:
         """See `Policy`."""
-        self._restraint.switched(target, status, now)
+        self._restraint.switched(target, status, now, rebalance)
 
     def decide(self, situation: Situation) -> Decision | None:
         """See `Policy`."""

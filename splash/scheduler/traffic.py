@@ -25,6 +25,7 @@ Floats = npt.NDArray[np.float64]
 
 WINDOW_S = 10.0  # arrivals count for about so long
 PROMPTS = 64  # prompts that are remembered
+FORGOTTEN = 0.1  # arrivals that are worth less than this together no longer count
 LULL = 10.0  # a gap of so many mean gaps ends a run of arrivals
 OUTPUTS = 1000  # outputs count for about so many finished requests
 UNKNOWN_TOKENS = 256.0  # of an output when none has been seen
@@ -41,6 +42,7 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._count = 0.0  # arrivals, each worth less the longer ago it was
+        self._since_s = 0.0  # when the first of them was
         self._first_s = 0.0  # of those that come one after another now
         self._last_s = 0.0
         self._prompts: deque[int] = deque(maxlen=PROMPTS)
@@ -59,7 +61,10 @@ class Arrivals:
         silence = now - self._last_s
         if silence * self._count > LULL * WINDOW_S or not self._count:
             self._first_s = now
-        self._count = self._count * math.exp(-silence / WINDOW_S) + 1.0
+        self._count *= math.exp(-silence / WINDOW_S)
+        if self._count < FORGOTTEN:
+            self._count, self._since_s = 0.0, now
+        self._count += 1.0
         self._last_s = now
         if len(self._prompts) == PROMPTS:
             self._sum -= self._prompts[0]
@@ -68,11 +73,16 @@ class Arrivals:
         self._sum += num_prompt_tokens
 
     def rate(self, now: float) -> float:
-        """Requests a second, as of `now`. A silence that the rate does not explain lowers it at once: bursts end."""
+        """Requests a second, as of `now`: those after the first that counts, over the time since, the past worth less.
+
+        A silence that the rate does not explain lowers it at once: bursts end.
+        """
         if not self._count:
             return 0.0
-        silence = now - self._last_s
-        rate = self._count * math.exp(-silence / WINDOW_S) / WINDOW_S
+        silence, first = now - self._last_s, math.exp((self._since_s - now) / WINDOW_S)
+        count = self._count * math.exp(-silence / WINDOW_S)
+        # Where all have come at one moment nothing tells a rate but the window.
+        rate = count / WINDOW_S if first >= 1 else max(0.0, count - first) / (WINDOW_S * (1 - first))
         return min(rate, GAPS / silence) if silence > 0 else rate
 
     def lasting_s(self, now: float) -> float:

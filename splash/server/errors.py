@@ -111,7 +111,7 @@ def from_splash(error: SplashError) -> ApiError:
         code = "context_length_exceeded" if isinstance(error, ContextLengthError) else "invalid_value"
         return ApiError(400, str(error), param=error.field, code=code)
     if isinstance(error, DeadlineError):
-        return ApiError(504, str(error), type="server_error", param="timeout", code="deadline_exceeded")
+        return ApiError(408, str(error), param="timeout", code="deadline_exceeded")
     if isinstance(error, GrammarError):
         message = f"the output cannot be kept to the format asked for: {error}"
         return ApiError(400, message, code="grammar_failed")

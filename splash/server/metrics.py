@@ -56,6 +56,7 @@ class ServerCollector(Collector):
             ("prompt_tokens", "Prompt tokens of requests that were computed.", metrics.prompt_tokens),
             ("generation_tokens", "Tokens generated.", metrics.output_tokens),
             ("rank_restarts", "Times that the ranks were started anew.", stats.restarts),
+            ("forward_seconds", "Time that rank 0's device computed forwards of steps.", metrics.forward_s),
         ):
             yield self._counter(name, text, value)
         finished = [([reason], count) for reason, count in list(metrics.finished.items())]

@@ -6,8 +6,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 
 from splash.core.layout import LAYOUTS
 from splash.core.memory import ArenaGeometry
@@ -81,8 +83,8 @@ def _generate(
         plan = scheduler.schedule()
         if plan is not None:
             steps += 1
-            scores = runner.logits(plan)
-            output, chosen = _agree(rank, plan, scores)
+            plan = msgspec.structs.replace(plan, greedy=steps % 2 == 0)  # ranks learn tokens in either way
+            output, chosen, scores = _agree(rank, plan, runner)
             runner._last.remember(plan, chosen)
             in_flight.append(output)
             if scores is not None:
@@ -101,11 +103,16 @@ def _generate(
     }
 
 
-def _agree(rank: Rank, plan: StepPlan, scores: torch.Tensor | None) -> tuple[StepOutput, torch.Tensor | None]:
-    """The output of a step, on every rank: greedy tokens as rank 0 sees them. And rank 0's own of them."""
+def _agree(rank: Rank, plan: StepPlan, runner: ModelRunner) -> tuple[StepOutput, Tensor | None, Tensor | None]:
+    """The output of a step, on every rank; what the runner may know of its tokens; and on rank 0 the logits."""
     requests = tuple(query.request for query in plan.queries if query.sample)
-    chosen = torch.empty(0, dtype=torch.int64, device=rank.device) if scores is None else scores.argmax(dim=-1)
-    counts = [len(requests), *[0] * (rank.size - 1)]
-    tokens = rank.comm.all_gather(chosen, counts).tolist()
+    scores = runner.scores(plan)
+    if scores is None:
+        return StepOutput(plan.step, plan.epoch, requests, (), ()), None, None
+    logits, known = runner._transformer.gather(scores), runner._transformer.most_likely(scores)
+    assert (logits is None) == (rank.rank > 0)
+    chosen = known[:0] if logits is None else logits.argmax(dim=-1)
+    tokens = rank.comm.all_gather(chosen, [len(requests), *[0] * (rank.size - 1)]).tolist()
+    assert tokens == known.tolist()
     output = StepOutput(plan.step, plan.epoch, requests, tuple(tokens), (None,) * len(requests))
-    return output, None if rank.rank or not requests else chosen
+    return output, known if plan.greedy or not rank.rank else None, logits

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from splash.core.layout import LAYOUTS, Rows
 from splash.core.memory import ArenaGeometry
 from splash.engine.graphs import buckets_for, padded_counts
-from splash.platform.base import AttentionBackend, AttentionBatch, CapturableAttention, Graph, Graphs, Rank
+from splash.platform.base import AttentionBackend, AttentionBatch, CapturableAttention, Graph, Graphs, QueryShape, Rank
 from tests.cpu import model_programs
 from tests.cpu.group import run_group
 from tests.cpu.model_programs import geometry_for
@@ -49,7 +49,7 @@ class RecordedAttention(AttentionBackend):
     def attend_expanded(self, *arguments: Any) -> torch.Tensor:
         return self.inner.attend_expanded(*arguments)
 
-    def buffers(self, max_rows: int, max_pages: int, num_heads: int, page_size: int, dtype: torch.dtype) -> Buffers:
+    def buffers(self, max_rows: int, max_pages: int, shape: QueryShape) -> Buffers:
         return Buffers(max_rows, max_pages)
 
     def bind(self, batch: AttentionBatch, buffers: Buffers) -> None:

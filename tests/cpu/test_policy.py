@@ -57,7 +57,7 @@ class Restless:
             reason="time for another",
         )
 
-    def switched(self, target: Layout, status: str, now: float) -> None:
+    def switched(self, target: Layout, status: str, now: float, rebalance: bool = False) -> None:
         self.ended.append((target.name, status))
 
 

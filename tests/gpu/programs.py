@@ -11,7 +11,7 @@ import torch
 from splash.platform.base import Rank
 from tests.cpu.test_communicator import sum_in_rank_order, tensor_of
 
-COUNTS = ((2, 2, 2, 2), (0, 3, 1, 4), (0, 0, 5, 0), (0, 0, 0, 0))
+COUNTS = ((2,) * 8, (0, 3, 1, 4, 0, 2, 7, 1), (0, 0, 5, 0, 0, 0, 0, 0), (0,) * 8)
 SUMMED = (torch.float32, torch.bfloat16, torch.int64)
 MOVED = (*SUMMED, torch.uint8, torch.float8_e4m3fn, torch.bool)
 

@@ -30,7 +30,7 @@ def _oracle() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("attention", ["torch", "auto"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_float32_says_the_same_tokens(ranks: int, attention: str) -> None:
     """Chunks beside decodes, ranks without rows, whatever attends."""
     found = generate(_prompts(), COUNTS, list(LAYOUTS), ranks, 150, platform="cuda", attention=attention)
@@ -42,7 +42,7 @@ def test_float32_says_the_same_tokens(ranks: int, attention: str) -> None:
             assert error.max() < 1e-4, f"{name}: {error.max():.2e}"
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_bfloat16_is_as_close_as_its_precision(ranks: int) -> None:
     """First tokens only: after one that differs the texts part."""
     found = generate(_prompts(), [1] * len(COUNTS), list(LAYOUTS), ranks, 150, "bfloat16", platform="cuda")

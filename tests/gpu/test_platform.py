@@ -14,13 +14,13 @@ pytestmark = pytest.mark.gpu
 HERE = "tests.gpu.programs"
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_collectives(ranks: int) -> None:
     want = len(COUNTS) * 2 * (len(MOVED) + len(SUMMED))
     assert run_group(f"{HERE}:collectives", ranks, platform="cuda") == [want] * ranks
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_ranks_read_their_peers(ranks: int) -> None:
     spec = ModelSpec("test", 3, 8, 8, 2, None, 8, 4, 2, 4, 8, 1, 64, 1e-6, RopeSpec())
     geometry = ArenaGeometry(spec, kv_format(spec, "float32"), 16, 4, ranks, num_slots=257)

@@ -15,7 +15,7 @@ JOBS = jobs_of((100, 37, 16, 5), (170, 165, 160, 155), seed=3)
 
 
 @pytest.mark.parametrize(("method", "streams"), [*((method, False) for method in METHODS), ("layerwise", True)])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_every_direction_keeps_tokens_and_bytes(
     oracle: Callable[[Sequence[Job]], dict[int, list[int]]], ranks: int, method: str, streams: bool
 ) -> None:

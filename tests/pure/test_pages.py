@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from splash.core.layout import DCP, DOP, DP, LAYOUTS, TP, Layout
 from splash.core.memory import ArenaGeometry
 from splash.core.ownership import page_holders
-from splash.core.pages import HeldPages, PageAllocator, PagePool
+from splash.core.pages import HeldPages, PagePool
+from splash.core.slots import PageAllocator
 from splash.core.spec import KVFormat, ModelSpec, RopeSpec
 from splash.core.step import NO_SLOT
 
@@ -148,6 +149,32 @@ def test_pool_grows_all_or_nothing_on_the_ranks_that_hold(layout: Layout, ranks:
         pool.release(held)
         assert (len(held), held.counts, held.last) == (0, [0] * ranks, [None] * ranks)
     assert twin.num_free == pool.num_free == pool.num_total == sizes
+
+
+@given(layout=layouts, ranks=st.integers(1, 4), data=st.data())
+def test_growing_many_at_once_is_growing_one_after_another(layout: Layout, ranks: int, data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(0, 30), min_size=ranks, max_size=ranks), label="slots a rank")
+    wanted = data.draw(st.lists(st.tuples(st.integers(0, ranks - 1), st.integers(0, 5))), label="owner, pages")
+    pools = [PagePool(layout, [np.arange(size) for size in sizes]) for _ in range(2)]
+    live = [[HeldPages(owner, ranks) for owner, _ in wanted] for _ in pools]
+    for pool, requests in zip(pools, live, strict=True):
+        for held, (_, count) in zip(requests, wanted, strict=True):
+            pool.grow(held, count)
+    for _ in range(data.draw(st.integers(1, 4), label="times")):
+        before, pages = pools[0].num_free, [held.table.rows(0, len(held)) for held in live[0]]
+        grown = pools[0].grow_each(live[0])
+        one_by_one = [pools[1].grow(held, 1) for held in live[1]]
+        assert grown == all(one_by_one)
+        if not grown:
+            assert (pools[0].num_free, [held.table.rows(0, len(held)) for held in live[0]]) == (before, pages)
+            return
+        assert pools[0].num_free == pools[1].num_free
+        for mine, other in zip(*live, strict=True):
+            assert mine.table.rows(0, len(mine)) == other.table.rows(0, len(other))
+            assert (mine.counts, mine.last) == (other.counts, other.last)
+            assert (mine.table.slots_cT == other.table.slots_cT).all()
+    ids = [id for held in live[0] for id in held.ids]
+    assert len(set(ids)) == len(ids)
 
 
 @given(layout=layouts, ranks=st.integers(1, 4), owner=st.integers(0, 3), count=st.integers(0, 40))

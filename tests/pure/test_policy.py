@@ -138,6 +138,14 @@ def test_a_switch_is_followed_by_a_pause() -> None:
     assert not restraint.held_back(TP, 0.0)
     restraint.switched(DP, "committed", 1.0)
     assert restraint.held_back(TP, 2.9) == "the last switch was less than 2 s ago" and not restraint.held_back(TP, 3.0)
+    assert restraint.held_back(DP, 2.9, rebalance=True) and not restraint.held_back(DP, 3.0, rebalance=True)
+
+
+def test_new_owners_make_nobody_wait_but_the_next_new_owners() -> None:
+    restraint = Restraint(PolicyConfig(cooldown_s=2))
+    restraint.switched(DP, "committed", 1.0, rebalance=True)
+    assert restraint.held_back(DP, 2.9, rebalance=True) == "owners were dealt out less than 2 s ago"
+    assert not restraint.held_back(DP, 3.0, rebalance=True) and not restraint.held_back(TP, 1.0)
 
 
 def test_vain_tries_are_repeated_less_and_less_often() -> None:

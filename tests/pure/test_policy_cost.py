@@ -256,8 +256,8 @@ def test_losing_what_the_prefix_cache_would_have_found_counts_as_cost() -> None:
 
     def cost(start: Layout, running: list[Request], idle_pages: int) -> float:
         policy = cost_policy(settle_s=0, margin=0)
-        for tick in range(20):
-            policy.arrived(tick / 10, 4000)
+        for tick in range(4):
+            policy.arrived(tick / 2, 4000)
         load = situation(2.0, start, running, idle_pages=idle_pages, num_queried=100_000, num_hit=80_000)
         decision = policy.decide(load)
         assert decision is not None and decision.cost_s is not None

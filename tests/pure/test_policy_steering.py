@@ -35,7 +35,7 @@ class Wishes:
         switches = situation.layout is not DP
         return Decision(policy="wishes", layout="tp", target="dp", switches=switches, method="auto", reason="I want it")
 
-    def switched(self, target: Layout, status: str, now: float) -> None:
+    def switched(self, target: Layout, status: str, now: float, rebalance: bool = False) -> None:
         self.told.append((target.name, status, now))
 
 

@@ -89,6 +89,24 @@ def test_the_rate_of_steady_arrivals_is_found() -> None:
     assert arrivals.prompt_tokens == pytest.approx(700)
 
 
+def test_a_rate_is_known_soon_and_anew_once_the_past_is_forgotten() -> None:
+    arrivals = Arrivals()
+    for start in (0.0, 300.0):
+        for tick in range(1, 21):
+            arrivals.add(start + tick / 10, 100)
+            if tick > 5:
+                assert arrivals.rate(start + tick / 10) == pytest.approx(10, rel=0.1)
+
+
+def test_a_lull_does_not_make_what_came_before_unknown() -> None:
+    arrivals = Arrivals()
+    for tick in range(200):
+        arrivals.add(tick / 10, 100)
+    arrivals.add(22.0, 100)
+    assert arrivals.lasting_s(22.1) == pytest.approx(0.1)
+    assert 5 < arrivals.rate(22.0) < 10
+
+
 def test_arrivals_are_expected_for_as_long_as_they_have_come() -> None:
     arrivals = Arrivals()
     assert arrivals.lasting_s(3.0) == 0

@@ -12,8 +12,9 @@ from splash.core.pages import HeldPages
 from splash.core.request import SamplingParams
 from splash.core.step import StepOutput
 from splash.scheduler.config import SchedulerConfig
+from splash.scheduler.idle_pages import CachedPage
 from splash.scheduler.owners import owners_with_room
-from splash.scheduler.prefix_cache import CachedPage, PrefixCache, extend_keys
+from splash.scheduler.prefix_cache import PrefixCache, extend_keys
 from splash.scheduler.scheduler import Scheduler
 
 SIZE = 4
@@ -109,6 +110,18 @@ def test_only_ranks_that_lack_room_evict() -> None:
     assert pool.num_free == [4, 4]
 
 
+def test_growing_many_evicts_as_much_as_they_need() -> None:
+    pool = pool_of(CP, slots=4)
+    pool.release(write(pool, 0, list(range(24))))  # three pages a rank
+    requests = [HeldPages(0, 2) for _ in range(3)]
+    assert pool.grow_each(requests)  # their first pages are all on rank 0
+    assert pool.num_free == [1, 4] and [len(own) for own in pool.idle_slots()] == [1, 3]
+    assert pool.grow_each(requests)
+    assert pool.num_free == [1, 1] and [len(own) for own in pool.idle_slots()] == [1, 1]
+    assert not pool.grow_each(requests)
+    assert [len(held) for held in requests] == [2, 2, 2]
+
+
 def test_what_is_shared_is_no_room_for_the_rest() -> None:
     pool = pool_of(TP, slots=4, ranks=1)
     pool.release(write(pool, 0, list(range(12))))
@@ -121,8 +134,8 @@ def test_what_is_shared_is_no_room_for_the_rest() -> None:
 def test_an_owner_is_chosen_by_load_less_what_it_has_cached() -> None:
     pool = pool_of(DP, slots=16)
     page = CachedPage(b"", b"", 0, 0, 1, (-1, 0), refs=1)
-    assert next(owners_with_room(pool, [10, 20], 3, 3, [[], [page]], page_size=4), None) == 0
-    assert next(owners_with_room(pool, [10, 20], 4, 4, [[], [page] * 3], page_size=4), None) == 1
+    assert next(owners_with_room(pool, [10, 20], 3, 3, [[], [page]], page_size=4))[0] == 0
+    assert next(owners_with_room(pool, [10, 20], 4, 4, [[], [page] * 3], page_size=4))[0] == 1
 
 
 def test_a_page_is_found_once_its_step_is_over_and_the_last_token_is_computed_again() -> None:

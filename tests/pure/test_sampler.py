@@ -291,3 +291,29 @@ def test_requests_are_added_once_and_forgotten_when_removed() -> None:
     sampler.remove(0)
     with pytest.raises(KeyError):
         sampler.sample(random_logits(1, 0), [(0, 0)]).wait()
+
+
+kinds = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.5]),
+    min_tokens=st.sampled_from([0, 2]),
+    repetition_penalty=st.sampled_from([1.0, 1.5]),
+    presence_penalty=st.sampled_from([0.0, 1.0]),
+    frequency_penalty=st.sampled_from([0.0, 1.0]),
+    logit_bias=st.sampled_from([(), ((7, 50.0),)]),
+    logprobs=st.sampled_from([None, 0, 2]),
+    prompt_logprobs=st.sampled_from([None, 1]),
+)
+
+
+@given(kinds, st.integers(0, 1000))
+def test_greedy_requests_need_nothing_but_the_most_likely_token(params: SamplingParams, seed: int) -> None:
+    logits = random_logits(1, seed)
+    logits[0, EOS] = 20.0  # the token that `min_tokens` forbids
+    tokens, logprobs = sampler_of((params, seed)).sample(logits, [(0, 2)]).wait()
+    if params.is_greedy:
+        assert (tokens, logprobs) == sampler_of((params, seed)).take(logits.argmax(dim=-1), [0]).wait()
+    plain = SamplingParams(temperature=0.0)
+    asked = (params.temperature, params.min_tokens, params.has_penalties, params.logit_bias, params.logprobs)
+    unlike = asked != (0.0, 0, False, (), None) or params.prompt_logprobs is not None
+    assert plain.is_greedy and params.is_greedy != unlike

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splash.core.errors import RequestError
-from splash.core.layout import DP, KV, LAYOUTS, TP, Layout
+from splash.core.layout import CP, DP, KV, LAYOUTS, TP, Layout
 from splash.core.ownership import page_holders
 from splash.core.request import SamplingParams, TokenLogprob
 from splash.core.step import NO_SLOT, StepOutput, StepPlan
@@ -41,6 +41,7 @@ class FakeGroup:
     owners: dict[int, int] = field(default_factory=dict)
     memory: dict[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)  # (rank, slot, offset) -> history
     prompts: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    choosy: set[int] = field(default_factory=set)  # requests for which the most likely token will not do
     next_step: int = 0
 
     def run(self, plan: StepPlan) -> StepOutput:
@@ -56,8 +57,12 @@ class FakeGroup:
             assert new.id not in self.history
             self.history[new.id] = [*new.prompt, *new.output]
             self.prompts[new.id] = new.prompt
+            if not new.params.is_greedy:
+                self.choosy.add(new.id)
         queries = plan.queries
         assert queries
+        assert not (plan.greedy and any(query.request in self.choosy for query in queries))
+        assert plan.greedy or self.choosy
         assert [query.owner for query in queries] == sorted(query.owner for query in queries)
         assert len({query.request for query in queries}) == len(queries)
         assert sum(len(query.tokens) for query in queries) <= config.max_batched_tokens
@@ -143,10 +148,18 @@ def check_cache(scheduler: Scheduler) -> None:
                 assert pool._by_id[page, place].slots == slots
                 refs[page, place] += 1
             held_slots |= {(rank, slot) for rank, slot in enumerate(slots) if slot != NO_SLOT}
-    assert len(pool._by_key) == len(pool._by_id)
+    assert sum(map(len, pool._by_key.values())) == len(pool._by_id)
     assert {at: page.refs for at, page in pool._by_id.items() if page.refs} == dict(refs)
-    idle = {id(page) for queue in pool._idle for page in queue.values()}
+    idle = {id(page) for page in pool._idle}
     assert idle == {id(page) for page in pool._by_id.values() if not page.refs}
+    # What a switch would take along, and what lies where it wants it, is remembered as long as it stays true.
+    room = pool.num_total
+    for target in (CP, DP):
+        remembered = [(chain.pages, chain.owner) for chain in pool.chains(target, room, 12)]
+        lying = [own.tolist() for own in pool.idle_slots(target)]
+        pool._idle.forget()
+        assert remembered == [(chain.pages, chain.owner) for chain in pool.chains(target, room, 12)]
+        assert lying == [own.tolist() for own in pool.idle_slots(target)]
     slots = pool.idle_slots()
     for rank, allocator in enumerate(pool._allocators):
         on_rank = {slot for at, slot in held_slots if at == rank}
@@ -463,7 +476,7 @@ def test_owners_are_balanced_in_every_layout(layout: Layout) -> None:
 
 def test_owner_is_the_least_loaded_rank_that_has_room() -> None:
     pool = PrefixCache(DP, [np.arange(4), np.arange(9), np.arange(9), np.arange(7)])
-    assert next(owners_with_room(pool, [0, 5, 5, 9], 3, 4), None) == 0
-    assert next(owners_with_room(pool, [0, 5, 5, 9], 3, 5), None) == 1
-    assert next(owners_with_room(pool, [9, 9, 9, 9], 3, 4), None) == 1
+    assert next(owners_with_room(pool, [0, 5, 5, 9], 3, 4))[0] == 0
+    assert next(owners_with_room(pool, [0, 5, 5, 9], 3, 5))[0] == 1
+    assert next(owners_with_room(pool, [9, 9, 9, 9], 3, 4))[0] == 1
     assert next(owners_with_room(pool, [9, 9, 9, 9], 3, 10), None) is None

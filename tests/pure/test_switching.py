@@ -14,8 +14,9 @@ from splash.core.errors import RequestError
 from splash.core.layout import DOP, KV, LAYOUTS, TP, Layout
 from splash.core.pages import HeldPages, PagePool
 from splash.core.step import NO_SLOT, StepPlan
+from splash.scheduler.idle_pages import CachedPage
 from splash.scheduler.owners import balance_owners
-from splash.scheduler.prefix_cache import CachedPage, Heritage, PrefixCache
+from splash.scheduler.prefix_cache import Heritage, PrefixCache
 from splash.scheduler.request import Rebase
 from splash.scheduler.scheduler import Scheduler
 from tests.pure.test_scheduler import VOCABULARY, FakeGroup, check_cache, drain, greedy, make
@@ -102,7 +103,7 @@ def spoil(group: FakeGroup, scheduler: Scheduler, before: Rebase) -> None:
     held = [held for request, held, _ in before.requests if held is not None and request.id in running]
     alive = {at for pages in held for row in pages.table.slots_cT.tolist() for at in enumerate(row)}
     known = [
-        {(page.key, *at) for page in pool._by_key.values() for at in enumerate(page.slots)}
+        {(page.key, *at) for page in pool._by_id.values() for at in enumerate(page.slots)}
         for pool in (before.pool, scheduler.pool)
     ]
     alive |= {(rank, slot) for _, rank, slot in known[0] & known[1]}

@@ -20,10 +20,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from splash.platform.triton import absorbed, expanded, experts, fused, pages, route, rows
+from splash.platform.triton import absorbed, expanded, experts, fused, pages, products, route, rows
 from splash.platform.triton.attention import absorbed_tiles, expanded_tiles
 from splash.platform.triton.kernels import expert_tiles
 from splash.platform.triton.launch import Target, Tiles
+from splash.platform.triton.products import product_tiles
 
 C, R, NOPE, VALUE, PAGE = 512, 64, 128, 128, 64  # DeepSeek-V3's, and the default page size
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -32,10 +33,11 @@ POINTERS = {  # of kernels whose pointers are not all to the data's dtype
     "lse_ptr": "*fp32", "part_ptr": "*fp32", "part_lse_ptr": "*fp32",
     "cos_ptr": "*fp32", "sin_ptr": "*fp32", "index_ptr": "*i64", "expert_ptr": "*i64", "router_ptr": "*fp32",
     "bias_ptr": "*fp32",
+    "arrivals_ptr": "*i32",
     "pairs_ptr": "*i32", "block_expert_ptr": "*i32", "counts_ptr": "*i32", "places_ptr": "*i32", "starts_ptr": "*i32",
     "chunks_ptr": "*i64", "regions_ptr": "*i64",
 }  # fmt: skip
-ALIGNED = re.compile(r".*(_row|_head|_stride|_ptr|_a|_b)$|^(D|I|C|K)$")  # multiples of 16 in a model
+ALIGNED = re.compile(r".*(_row|_head|_stride|_ptr|_a|_b)$|^(D|I|C|K|N)$")  # multiples of 16 in a model
 
 
 def compile_kernel(
@@ -134,6 +136,21 @@ def expert_cases(target: Target, dtype: torch.dtype) -> list[tuple[str, Any, dic
     return cases
 
 
+def product_cases(target: Target, dtype: torch.dtype) -> list[tuple[str, Any, dict[str, Any], int, dict[str, str]]]:
+    t, cases = product_tiles(target, dtype), []
+    for k_inner, shape in ((True, (t.columns, t.depth)), (False, (t.depth, t.columns))):
+        constants = {
+            "BLOCK_M": t.rows, "BLOCK_N": t.columns, "BLOCK_K": t.depth, "K_INNER": k_inner, "USE_TMA": t.tma,
+            "STAGES": t.stages, "PRECISION": t.precision, "UNROLL": 4, "weights": None, "rows": None,
+        }  # fmt: skip
+        if not t.tma:
+            constants |= {"w_k": 1} if k_inner else {"w_n": 1}
+        types = {"weights": described(NAMES[dtype], *shape)} if t.tma else {}
+        types |= {"rows": described(NAMES[dtype], t.rows, t.depth)} if t.tma else {}
+        cases.append((f"product k_inner={k_inner}", products.product_kernel, constants, t.warps, types))
+    return cases
+
+
 def small_cases() -> list[tuple[str, Any, dict[str, Any], int, dict[str, str]]]:
     words = {"source_ptr": "*i32", "target_ptr": "*i32"}
     expert = {"weight_ptr": "*fp32"}
@@ -147,7 +164,7 @@ def small_cases() -> list[tuple[str, Any, dict[str, Any], int, dict[str, str]]]:
         ("latent", fused.latent_kernel, {"BLOCK_Q": 2048, "BLOCK_C": 512, "BLOCK_HALF": 32, "PAGE": 64}, 4, {}),
         ("store", fused.store_kernel, {"BLOCK_K": 1024, "PAGE": 64}, 4, {}),
         ("silu_and_mul", fused.silu_and_mul_kernel, {"BLOCK_I": 1024}, 4, {}),
-        ("copy_runs", rows.copy_runs_kernel, {"INDEXED": 1, "BLOCK": 1024, "WORDS": True}, 4, words),
+        ("gather", rows.gather_kernel, {"BLOCK": 1024, "WORDS": True}, 4, words),
         ("copy_chunks", pages.copy_chunks_kernel, {"BLOCK": 16384, "WORDS": True}, 16, {}),
         ("copy_chunks of bytes", pages.copy_chunks_kernel, {"BLOCK": 16384, "WORDS": False}, 16, {}),
         ("scores", route.scores_kernel, {"BLOCK_N": 32, "BLOCK_E": 64, "BLOCK_K": 64, "DEPTH": 256}, 4, {}),
@@ -194,6 +211,7 @@ def main(name: str, only_attention: bool) -> None:
     cases = [(case, torch.bfloat16) for case in attention_cases(target, torch.bfloat16)]
     if not only_attention:
         cases += [(case, torch.bfloat16) for case in small_cases() + expert_cases(target, torch.bfloat16)]
+        cases += [(case, torch.bfloat16) for case in product_cases(target, torch.bfloat16)]
         cases += [(case, torch.float32) for case in attention_cases(target, torch.float32)]
     if target.capability == 9:
         cases += [(case, torch.bfloat16) for case in hopper_cases()]

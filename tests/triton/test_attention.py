@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splash.platform.base import AttentionBatch
+from splash.platform.base import AttentionBatch, QueryShape
 from splash.platform.cpu.attention import CpuAttention
 from splash.platform.triton import attention
 from splash.platform.triton.attention import TritonAttention
@@ -128,7 +128,7 @@ def test_any_batch(sequences: Sequences, page_size: int, ranks: int, heads: int)
 
 def test_bound_buffers_serve_one_batch_after_another(device: torch.device) -> None:
     backend = TritonAttention(device)
-    buffers = backend.buffers(max_rows=6, max_pages=20, num_heads=4, page_size=16, dtype=torch.float32)
+    buffers = backend.buffers(max_rows=6, max_pages=20, shape=QueryShape(4, 40, 32, 16, torch.float32))
     addresses = [part.data_ptr() for part in (buffers.segments, buffers.splits, buffers.visible, buffers.slots)]
     captured = None
     for sequences in (DECODE, [(100, [99])], [(40, range(35, 40)), (2, [1])]):

@@ -15,7 +15,9 @@ from splash.platform.cpu.kernels import CpuKernels
 from splash.platform.triton import experts, pages, route
 from splash.platform.triton.experts import max_blocks
 from splash.platform.triton.kernels import TritonKernels
-from splash.platform.triton.rows import gather_rows, pack_heads, unpack_heads
+from splash.platform.triton.launch import Tiles, target_of
+from splash.platform.triton.products import Products, split
+from splash.platform.triton.rows import gather_rows
 
 # The interpreter warns of log(0) = -inf, which is what an empty history has.
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
@@ -206,21 +208,6 @@ def test_max_blocks_is_enough_for_any_choice(counts: list[int], block: int) -> N
     assert sum(-(-count // block) for count in counts) <= max_blocks(sum(counts), len(counts), block)
 
 
-@pytest.mark.parametrize("width", [8, 24, 5], ids=["words", "words too", "bytes"])
-def test_heads_packed_for_an_exchange_and_back(device: torch.device, width: int) -> None:
-    x = torch.randn(7, 6, width).half().to(device)
-    packed = pack_heads(x, 3)
-    want = x.view(7, 3, 2, width).transpose(0, 1)
-    assert packed.is_contiguous() and torch.equal(packed, want)
-    assert torch.equal(unpack_heads(packed), x)
-    wide = torch.zeros(7, 6 * width + 16, dtype=x.dtype, device=device)
-    out = wide[:, : 6 * width].view(7, 6, width)
-    unpack_heads(packed, out)
-    assert torch.equal(out, x) and not wide[:, 6 * width :].any()
-    assert torch.equal(pack_heads(out, 2), x.view(7, 2, 3, width).transpose(0, 1))
-    assert pack_heads(x[:0], 3).shape == (3, 0, 2, width)
-
-
 @pytest.mark.parametrize("width", [16, 3])
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 def test_rows_by_index(device: torch.device, width: int, index_dtype: torch.dtype) -> None:
@@ -258,3 +245,47 @@ def test_split_extents_cover_what_they_split(extents: list[tuple[int, int, int]]
     want = {(to + i, start + i) for to, start, size in extents for i in range(size)}
     assert {(to + i, start + i) for to, start, size in got.tolist() for i in range(size)} == want
     assert not len(got) or (got[:, 2].min() > 0 and got[:, 2].max() <= 16 * chunk)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("k_inner", [True, False], ids=["rows of w^T", "rows of w"])
+@pytest.mark.parametrize(("rows", "depth", "columns"), [(1, 288, 40), (16, 64, 32), (5, 37, 100), (17, 64, 40)])
+def test_products_of_few_rows(
+    kernels: TritonKernels, device: torch.device, dtype: torch.dtype, k_inner: bool, rows: int, depth: int, columns: int
+) -> None:
+    """Split over the summed dim and not, ends within a tile, and more rows than the kernel takes; twice each."""
+    x = torch.randn(rows, depth + 3).to(dtype)[:, :depth]
+    w = (torch.randn(columns, depth).t() if k_inner else torch.randn(depth, columns)).to(dtype) * depth**-0.5
+    for _ in range(2):  # the first leaves the counters as the second needs them
+        close(kernels.product(x.to(device), w.to(device)), x @ w, HALF[dtype])
+
+
+@pytest.mark.parametrize("k_inner", [True, False], ids=["rows of w^T", "rows of w"])
+def test_product_tiles_through_tensor_descriptors(device: torch.device, k_inner: bool) -> None:
+    """The last tile of columns reaches beyond the matrix; parts are uneven."""
+    tiles = Tiles(16, 32, 32, warps=4, stages=1, tma=True)
+    x, w = torch.randn(3, 160), torch.randn(72, 160).t()
+    x, w = x.to(device), (w if k_inner else w.contiguous()).to(device)
+    for parts in (1, 2):
+        close(Products(target_of(device), device).run(x, w, tiles, parts), (x @ w).cpu(), 1e-4)
+
+
+@given(blocks=st.integers(1, 300), tiles=st.integers(1, 500), processors=st.integers(1, 300))
+def test_a_product_has_no_more_parts_than_there_is_room_for(blocks: int, tiles: int, processors: int) -> None:
+    parts = split(blocks, tiles, processors)
+    assert 1 <= parts <= tiles and (parts == 1 or blocks * parts <= 2 * processors)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 7, 16])
+def test_products_in_bfloat16_at_deepseek_shapes(device: torch.device, rows: int) -> None:
+    """Compared with float32 on the device, twice in a row, and equal each time: parts are added in one order."""
+    kernels = TritonKernels(device)
+    for depth, columns in ((7168, 2112), (1536, 24576), (7168, 4096), (2048, 7168), (16384, 7168)):
+        x = torch.randn(rows, depth, device=device).bfloat16()
+        for w in (torch.randn(columns, depth, device=device).t(), torch.randn(depth, columns, device=device)):
+            w = w.bfloat16() * depth**-0.5
+            want = (x.float() @ w.float()).bfloat16()
+            first, second = kernels.product(x, w), kernels.product(x, w)
+            assert torch.equal(first, second)
+            torch.testing.assert_close(first, want, atol=2e-2, rtol=2e-2)

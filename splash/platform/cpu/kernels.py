@@ -23,6 +23,9 @@ class CpuKernels(Kernels):
         total_nD = x_nD + residual_nD
         return self.rms_norm(total_nD, weight_D, eps), total_nD
 
+    def product(self, x_nK: torch.Tensor, w_KN: torch.Tensor) -> torch.Tensor:
+        return x_nK @ w_KN
+
     def latent_rows(
         self,
         down_nX: torch.Tensor,

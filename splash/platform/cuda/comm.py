@@ -74,15 +74,17 @@ class NcclCommunicator(Communicator):
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)
         self._group = c10d.ProcessGroupNCCL(self._store, self.rank, self.size, options)
-        self._flag = torch.zeros(1, device=device)
+        self._device = device
         self._failed = False
         # Connect now, while the host's communicator can still say who is missing.
         host.barrier()
+        self.all_reduce(torch.zeros(1, device=device))
         self.barrier()
-        torch.cuda.current_stream(device).synchronize()
 
     def barrier(self) -> None:
-        self._named("barrier", lambda: self._group.allreduce([self._flag]))
+        # On the host, which waits as a barrier must and knows who is missing.
+        torch.cuda.current_stream(self._device).synchronize()
+        self._host.barrier()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if x.numel():

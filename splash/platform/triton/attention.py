@@ -9,7 +9,8 @@ from typing import cast
 import numpy as np
 import torch
 
-from splash.platform.base import AttentionBackend, AttentionBatch
+from splash.platform.base import AttentionBackend, AttentionBatch, QueryShape
+from splash.platform.host_copies import upload
 from splash.platform.triton import expanded
 from splash.platform.triton.absorbed import attend_kernel, merge_splits_kernel
 from splash.platform.triton.launch import Target, Tiles, describable, descriptor, next_power_of_2, target_of
@@ -131,11 +132,10 @@ class TritonAttention(AttentionBackend):
         self._hopper = import_module("splash.platform.triton.hopper") if is_hopper else None
         self._hopper_expanded = import_module("splash.platform.triton.hopper_expanded") if is_hopper else None
 
-    def buffers(
-        self, max_rows: int, max_pages: int, num_heads: int, page_size: int, dtype: torch.dtype
-    ) -> AbsorbedBuffers:
-        """Buffers for batches of at most so many rows and pages, whose queries have `dtype`."""
-        return AbsorbedBuffers(self._shape(num_heads, page_size, dtype), max_rows, max_pages, self._device)
+    def buffers(self, max_rows: int, max_pages: int, shape: QueryShape) -> AbsorbedBuffers:
+        """Buffers for batches of at most so many rows and pages."""
+        plan_shape = self._shape(shape.num_heads, shape.page_size, shape.dtype)
+        return AbsorbedBuffers(plan_shape, max_rows, max_pages, self._device)
 
     def bind(self, batch: AttentionBatch, buffers: AbsorbedBuffers) -> None:
         """Have `attend` of `batch` use what `buffers` hold at the time that its kernels run."""
@@ -261,9 +261,9 @@ class _ExpandedOnDevice:
 
 def _upload(plan: ExpandedPlan, device: torch.device) -> _ExpandedOnDevice:
     return _ExpandedOnDevice(
-        torch.from_numpy(plan.blocks).to(device),
-        torch.from_numpy(plan.visible).to(device),
-        torch.from_numpy(plan.keys).to(device),
+        upload(torch.from_numpy(plan.blocks), device),
+        upload(torch.from_numpy(plan.visible), device),
+        upload(torch.from_numpy(plan.keys), device),
     )
 
 
