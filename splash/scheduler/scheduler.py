@@ -259,7 +259,7 @@ class Scheduler:
         self._count_by_owner()
 
     def rebase(self, pool: PrefixCache, held: Mapping[int, HeldPages]) -> Rebase:
-        """Go on in another layout, or with other owners, from the next step on. Those in flight end in the state before.
+        """Go on in another layout, or with other owners, from the next step on; those in flight end as they began.
 
         Args:
             pool: the pages of the target state.
