@@ -75,8 +75,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
 
     `failures` are requests whose grammar could not be followed, with the reason; their tokens mean nothing.
 
-    `forward_s` are the seconds that rank 0's device spent in the forward, collectives included, and in those of earlier
-    steps that sampled nothing, which nobody waited for.
+    `forward_s` are the seconds that rank 0's device spent in the forward, collectives included.
     """
 
     step: int

@@ -57,7 +57,7 @@ class Launched:
         has_output: whether this rank answers and the step has run.
 
     Attributes:
-        forwards: what took `StepOutput.forward_s`. Over once the tokens are there; empty where there are none.
+        forward: what takes `StepOutput.forward_s`; None on ranks that do not answer, and wait for nothing.
     """
 
     def __init__(
@@ -72,16 +72,12 @@ class Launched:
     ) -> None:
         self._plan, self._outcome, self._sampled, self._waited = plan, outcome, sampled, waited
         self._failures, self._scores, self._has_output = tuple(failures), tuple(scores), has_output
-        self.forwards: Sequence[Span] = ()
-
-    @property
-    def samples(self) -> bool:
-        """Whether `result` waits for the device."""
-        return self._sampled is not None
+        self.forward: Span | None = None
 
     def is_done(self) -> bool:
         """Whether `result` would return at once."""
-        return self._sampled is None or self._sampled.is_done()
+        sampled, forward = self._sampled, self.forward
+        return (sampled is None or sampled.is_done()) and (forward is None or forward.is_over())
 
     def result(self) -> tuple[StepOutput | None, SwitchOutcome | None]:
         """Wait for the step.
@@ -92,6 +88,7 @@ class Launched:
         """
         plan = self._plan
         tokens, logprobs = ([], []) if self._sampled is None else self._sampled.wait()
+        forward_s = 0.0 if self.forward is None else self.forward.wait()
         outcome = self._outcome
         if outcome is not None and self._waited:
             waited_s = sum(copies.waited_s() for copies in self._waited)
@@ -106,7 +103,7 @@ class Launched:
             logprobs=tuple(logprobs),
             failures=self._failures,
             scores=self._scores,
-            forward_s=sum(span.seconds() for span in self.forwards),
+            forward_s=forward_s,
         )
         return output, outcome
 
@@ -167,7 +164,6 @@ class ModelRunner:
         self._copying = QueuedCopies()
         self._tables = PageTables(group.size)
         self._last = LastTokens(group)
-        self._forwards: list[Span] = []  # since the last step that sampled
         grammars = Grammars(lambda: _tokenizer(model), spec.vocab_size, eos_token_ids)
         self._sampler = Sampler(eos_token_ids, grammars) if group.rank == 0 else None
         self._graphs: DecodeGraphs | None = None
@@ -280,11 +276,9 @@ class ModelRunner:
                 # No collective of a step tells that what peers have read may be written to from now on.
                 self._group.exchange([0], settled=True)
         forward.end()
-        if self._sampler is not None and plan.queries:
-            self._forwards.append(forward)
         launched, tokens = self._sample(plan, scores, outcome, () if outcome is None else waited)
-        if launched.samples:
-            launched.forwards, self._forwards = self._forwards, []
+        if self._sampler is not None:
+            launched.forward = forward
         self._last.remember(plan, tokens)
         return launched
 

@@ -29,10 +29,15 @@ class Span:
         """What is queued from here on does not count."""
         self._ended = self._now()
 
-    def seconds(self) -> float:
-        """The time. What was queued before the end must be over."""
+    def is_over(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._ended.query() if isinstance(self._ended, torch.Event) else True
+
+    def wait(self) -> float:
+        """Wait until what was queued before the end is over. Returns the seconds."""
         begun, ended = self._begun, self._ended
         if isinstance(begun, torch.Event) and isinstance(ended, torch.Event):
+            ended.synchronize()
             return float(begun.elapsed_time(ended)) / 1e3
         assert isinstance(begun, float) and isinstance(ended, float)
         return ended - begun
