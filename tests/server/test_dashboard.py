@@ -36,7 +36,7 @@ def expressions(node: Any) -> Iterator[str]:
 def exposed(served: Any) -> dict[str, set[str]]:
     """The labels of each sample that /metrics has, once everything has happened that is counted."""
     metrics = served.engine.metrics
-    metrics.step("tp", 0.01, 3)
+    metrics.step("tp", 0.01, 3, 0.01)
     times = RequestTimes(1.0)
     metrics.start(times, 5, 2.0)
     for now in (3.0, 4.0):
