@@ -331,8 +331,7 @@ class Switcher:
         Returns:
             the pages of that state that the ranks do not know yet, or None where it takes a commit with a manifest.
         """
-        if reason := never_fits(self._scheduler, self._geometry, active.target):  # a request that came since
-            self._end("refused", reason)
+        if self._is_refused(active):
             return None
         try:
             planned = self._plan(active)
@@ -346,6 +345,13 @@ class Switcher:
         active.is_prepared, active.told = True, ahead.digest_with(rest)
         self._rebase(active, planned)
         return rest
+
+    def _is_refused(self, active: ActiveSwitch) -> bool:
+        """Whether a request that came since could never be served after the switch, which has then ended."""
+        reason = never_fits(self._scheduler, self._geometry, active.target)
+        if reason:
+            self._end("refused", reason)
+        return bool(reason)
 
     def _rebase(self, active: ActiveSwitch, planned: Planned) -> None:
         after = pages_after(self._scheduler, self._geometry, active.target, planned, active.chains, active.ahead)
@@ -377,8 +383,7 @@ class Switcher:
         """Plan the first step in the target state, with a manifest. None, with the switch ended, where it does not fit
         any more."""
         record = active.record
-        if reason := never_fits(self._scheduler, self._geometry, active.target):  # a request that came since
-            self._end("refused", reason)
+        if self._is_refused(active):
             return None
         try:
             planned = self._plan(active)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from splash.core.spec import ModelSpec
 from splash.layouts.exchange import AttentionInputs, Exchange, Rotary, make_exchange
 from splash.layouts.inputs import StepInputs
 from splash.layouts.rows import StepRows
+from splash.model.feedforward import share
 from splash.model.loader import LayerWeights, ModelWeights
 from splash.model.rope import RotaryTable
 from splash.platform.base import Rank
@@ -84,9 +84,7 @@ class Transformer:
         self._weights = weights
         self._rotary = rotary
         self._group = group
-        ends = [spec.vocab_size * rank // group.size for rank in range(group.size + 1)]
-        self._shares = [range(start, end) for start, end in itertools.pairwise(ends)]
-        assert weights.vocab == slice(*ends[group.rank : group.rank + 2]) and spec.vocab_size < 1 << 24
+        assert spec.vocab_size < 1 << 24, "`most_likely` exchanges tokens as float32"
 
     def prepare(self, rows: StepRows, inputs: StepInputs) -> PreparedStep:
         """The host's part of a step."""
@@ -138,13 +136,15 @@ class Transformer:
         """The logits of which every rank has a part: float32 [samples, vocabulary] on rank 0, None elsewhere."""
         if self._group.size == 1:
             return scores_sv.float()
-        shares = [len(share) for share in self._shares]
-        padded = functional.pad(scores_sv, (0, max(shares) - scores_sv.shape[1])).contiguous()
-        parts_Tsv = self._group.comm.all_gather(padded, [len(padded)] * self._group.size)
+        ranks = self._group.size
+        vocabs = [share(self._spec.vocab_size, rank, ranks) for rank in range(ranks)]
+        missing = max(vocab.stop - vocab.start for vocab in vocabs) - scores_sv.shape[1]
+        padded = functional.pad(scores_sv, (0, missing)) if missing else scores_sv.contiguous()  # pads of 0 copy
+        parts_Tsv = self._group.comm.all_gather(padded, [len(padded)] * ranks)
         if self._group.rank:
             return None
-        parts = parts_Tsv.view(len(shares), *padded.shape).unbind(0)
-        return torch.cat([part[:, :share] for part, share in zip(parts, shares, strict=True)], dim=1).float()
+        parts = zip(parts_Tsv.view(ranks, *padded.shape).unbind(0), vocabs, strict=True)
+        return torch.cat([part[:, : vocab.stop - vocab.start] for part, vocab in parts], dim=1).float()
 
     @torch.inference_mode()
     def most_likely(self, scores_sv: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class Transformer:
             return scores_sv.argmax(dim=1)
         best_s, token_s = scores_sv.max(dim=1)
         # Both in one exchange: as float32 a token is exact, and so is what its score was rounded to.
-        token_s = token_s + self._shares[self._group.rank].start
+        token_s = token_s + self._weights.vocab.start
         pair_2s = torch.stack((best_s.float(), token_s.float()))
         pairs_T2s = self._group.comm.all_gather(pair_2s, [2] * self._group.size).view(-1, *pair_2s.shape)
         winner_s = pairs_T2s[:, 0].argmax(dim=0, keepdim=True)
