@@ -180,6 +180,7 @@ class Engine:
             staging_bytes,
             step_bytes,
             policy,
+            timer=time.thread_time,  # a decision that waits for a core takes nothing from ranks that use it
             restarts=Restarts(config.max_restarts, config.restart_window_s, progress),
             async_scheduling=is_async,
             streams=self._platform.is_queued,

@@ -77,6 +77,7 @@ class Loop:
         step_bytes: most that a rank copies ahead of a switch after one step.
         policy: chooses layouts while serving; None keeps the layout.
         clock: the time in seconds, from any origin.
+        timer: see `Steering`.
         restarts: how often ranks that died are started anew; None never does.
         async_scheduling: plan and send each step while the one before it runs.
         streams: see `Switcher`.
@@ -101,6 +102,7 @@ class Loop:
         step_bytes: int,
         policy: Policy | None = None,
         clock: Callable[[], float] = time.monotonic,
+        timer: Callable[[], float] | None = None,
         restarts: Restarts | None = None,
         async_scheduling: bool = False,
         streams: bool = False,
@@ -108,7 +110,7 @@ class Loop:
         self.scheduler = scheduler
         self.executor = executor
         self.switcher = Switcher(scheduler, geometry, staging_bytes, step_bytes, clock, streams)
-        self.steering = Steering(policy or StaticPolicy(), scheduler, self.switcher, clock)
+        self.steering = Steering(policy or StaticPolicy(), scheduler, self.switcher, clock, timer)
         self.restarts = restarts or Restarts(most=0, window_s=1.0)
         self.num_steps = 0
         self.begun: list[int] = []

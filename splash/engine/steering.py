@@ -28,17 +28,26 @@ class Steering:
         scheduler: whose load it looks at.
         switcher: carries out what it wants.
         clock: the time in seconds, from any origin; the policy's as well.
+        timer: what decisions take is told by this, in seconds. None takes the clock: on a virtual one they take none.
 
     Attributes:
         pinned: whether the layout was chosen by hand, and the policy is not asked.
         decision: its last answer.
     """
 
-    def __init__(self, policy: Policy, scheduler: Scheduler, switcher: Switcher, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        scheduler: Scheduler,
+        switcher: Switcher,
+        clock: Callable[[], float],
+        timer: Callable[[], float] | None = None,
+    ) -> None:
         self._policy = policy
         self._scheduler = scheduler
         self._switcher = switcher
         self._clock = clock
+        self._timer = timer or clock
         self._own: SwitchRecord | None = None  # the switch under way, where the policy wanted it
         self._began_s = 0.0
         self._wanted: Decision | None = None
@@ -74,15 +83,17 @@ class Steering:
         return math.inf if self.pinned else self._policy.due_s
 
     def ask(self) -> None:
-        """Ask the policy. Call when a step has been submitted."""
+        """Ask the policy, if a decision is due. Call when a step has been submitted."""
         if self._switcher.active is not None:
             waits = self._own is not None and self._own.status == "waiting"
             if waits and self._clock() - self._began_s > PATIENCE_S:
                 self._switcher.abort()
             return
-        if self.pinned:
+        if self.pinned or (now := self._clock()) < self._policy.due_s:
             return
-        decision = self._policy.decide(Situation.of_scheduler(self._scheduler, self._clock()))
+        began = self._timer()
+        decision = self._policy.decide(Situation.of_scheduler(self._scheduler, now))
+        self._policy.took(now, self._timer() - began)
         if decision is not None:
             self.decision = decision
             self._wanted = decision if decision.switches else None

@@ -130,6 +130,10 @@ class CostPolicy:
         """See `Policy`."""
         self._outputs.add(num_output_tokens, cut_off)
 
+    def took(self, now: float, seconds: float) -> None:
+        """See `Policy`."""
+        self._restraint.took(now, seconds)
+
     def switched(self, target: Layout, status: str, now: float, rebalance: bool = False) -> None:
         """See `Policy`."""
         self._restraint.switched(target, status, now, rebalance)
@@ -139,13 +143,13 @@ class CostPolicy:
 
     def decide(self, situation: Situation) -> Decision | None:
         """See `Policy`."""
-        if not (situation.running or situation.num_waiting) or not self._restraint.is_due(situation.now):
+        if not (situation.running or situation.num_waiting):
             return None
         self._arrivals.found(situation.num_queried, situation.num_hit)
         self._arrivals.lost(situation.now, situation.num_lost)
         outlook = self._forecaster.look(situation, self._arrivals, self._outputs)
         seconds = self._forecaster.seconds(situation.layout, outlook, outlook.skew)
-        self._restraint.rest(situation.now, seconds * REST_SHARE)
+        self._restraint.decides(situation.now, seconds * REST_SHARE)
         offers, infeasible = self._offers(situation, outlook)
         leads = self._average_leads(situation.now, seconds, offers)
         layout, step_ms = situation.layout, 1e3 / outlook.steps

@@ -22,6 +22,7 @@ from splash.scheduler.situation import Situation
 Kind = Literal["static", "threshold", "cost"]
 KINDS: tuple[Kind, ...] = ("static", "threshold", "cost")
 BACKOFF_DOUBLINGS = 7
+REMEMBERED_COSTS = 8  # what a decision takes is an average over about so many
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class PolicyConfig:
     Attributes:
         kind: "static", "threshold" or "cost".
         interval_ms: decide at most this often, milliseconds; the cost policy also waits for a hundredth of its outlook.
+        max_share: decisions take at most this share of the time: where they take longer, they become fewer.
         cooldown_s: after a switch, the least time until the next, seconds.
         backoff_s: after a switch that was refused or failed, the time until the same is tried again, seconds; doubled
             each further time.
@@ -49,6 +51,7 @@ class PolicyConfig:
 
     kind: Kind = "static"
     interval_ms: float = 50.0
+    max_share: float = 0.01
     cooldown_s: float = 2.0
     backoff_s: float = 5.0
     margin: float = 0.05
@@ -64,6 +67,7 @@ class PolicyConfig:
         for name, ok, accepted in (
             ("kind", self.kind in KINDS, f"one of {', '.join(KINDS)}"),
             ("interval_ms", 0 <= self.interval_ms < math.inf, "at least 0"),
+            ("max_share", 0 < self.max_share <= 1, "above 0 and at most 1"),
             ("cooldown_s", 0 <= self.cooldown_s < math.inf, "at least 0"),
             ("backoff_s", 0 < self.backoff_s < math.inf, "above 0"),
             ("margin", 0 <= self.margin < math.inf, "at least 0"),
@@ -105,7 +109,7 @@ class Policy(Protocol):
 
     @property
     def due_s(self) -> float:
-        """The time from which it decides again; before that, asking it changes nothing."""
+        """The time from which it decides again. There is no need to look at the load before."""
 
     def arrived(self, now: float, num_prompt_tokens: int) -> None:
         """A request has come."""
@@ -114,7 +118,10 @@ class Policy(Protocol):
         """A request has ended with so many tokens: by itself, or cut off where it might have gone on."""
 
     def decide(self, situation: Situation) -> Decision | None:
-        """What to do now. None where there is nothing to decide on, or it is too early to decide again."""
+        """What to do now, asked from `due_s` on. None where there is nothing to decide on."""
+
+    def took(self, now: float, seconds: float) -> None:
+        """The decision at `now` took so many seconds of the loop's time."""
 
     def switched(self, target: Layout, status: str, now: float, rebalance: bool = False) -> None:
         """A switch to `target`, or a rebalance in it, has ended with a status of `SwitchRecord`."""
@@ -135,6 +142,9 @@ class StaticPolicy:
         """Never anything."""
         return None
 
+    def took(self, now: float, seconds: float) -> None:
+        """Nothing to learn."""
+
     def switched(self, target: Layout, status: str, now: float, rebalance: bool = False) -> None:
         """Nothing to learn."""
 
@@ -150,21 +160,25 @@ class Restraint:
 
     config: PolicyConfig
     due_s: float = -math.inf
+    _cost_s: float = 0.0  # of a decision, averaged
     _cool_until_s: float = -math.inf
     _rebalance_until_s: float = -math.inf
     _tries: dict[Layout, int] = field(default_factory=dict)  # that came to nothing, one after another
     _blocked_until_s: dict[Layout, float] = field(default_factory=dict)
 
-    def is_due(self, now: float) -> bool:
-        """Whether it is time to decide again; if so, the interval begins anew."""
-        if now < self.due_s:
-            return False
-        self.due_s = now + self.config.interval_ms / 1e3
-        return True
+    def decides(self, now: float, rest_s: float = 0.0) -> None:
+        """A decision is made at `now`: the next is due after the interval, or after `rest_s` where that is longer."""
+        self.due_s = now + max(self.config.interval_ms / 1e3, rest_s)
 
-    def rest(self, now: float, seconds: float) -> None:
-        """Decide no earlier than in so many seconds."""
-        self.due_s = max(self.due_s, now + seconds)
+    def took(self, now: float, seconds: float) -> None:
+        """The decision at `now` took so many seconds: the next is due when the average has become the share allowed.
+
+        The weights with which one decision counts in this and all later averages add up to 1, so every second of
+        deciding is followed by 1 / `max_share` seconds of rest, if not at once. The first decisions, which predict what
+        later ones remember, do not put off the next for long.
+        """
+        self._cost_s += (seconds - self._cost_s) / REMEMBERED_COSTS
+        self.due_s = max(self.due_s, now + self._cost_s / self.config.max_share)
 
     def held_back(self, target: Layout, now: float, rebalance: bool = False) -> str:
         """Why a switch to `target`, or new owners in it, has to wait, or an empty string.

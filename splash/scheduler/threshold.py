@@ -46,14 +46,19 @@ class ThresholdPolicy:
     def finished(self, num_output_tokens: int, cut_off: bool = False) -> None:
         """Nothing to learn."""
 
+    def took(self, now: float, seconds: float) -> None:
+        """See `Policy`."""
+        self._restraint.took(now, seconds)
+
     def switched(self, target: Layout, status: str, now: float, rebalance: bool = False) -> None:
         """See `Policy`."""
         self._restraint.switched(target, status, now, rebalance)
 
     def decide(self, situation: Situation) -> Decision | None:
         """See `Policy`."""
-        if not (situation.running or situation.num_waiting) or not self._restraint.is_due(situation.now):
+        if not (situation.running or situation.num_waiting):
             return None
+        self._restraint.decides(situation.now)
         layout, infeasible = situation.layout, dict[str, str]()
         target, rule = layout, "no layout has room for more"
         for candidate, why in self._rules(situation):

@@ -57,6 +57,9 @@ class Restless:
             reason="time for another",
         )
 
+    def took(self, now: float, seconds: float) -> None:
+        assert seconds >= 0
+
     def switched(self, target: Layout, status: str, now: float, rebalance: bool = False) -> None:
         self.ended.append((target.name, status))
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from splash.core.errors import ConfigError
 from splash.core.layout import CP, DOP, DP, LAYOUTS, TP, Layout
 from splash.scheduler.policies import make_policy
-from splash.scheduler.policy import Policy, PolicyConfig, Restraint
+from splash.scheduler.policy import REMEMBERED_COSTS, Policy, PolicyConfig, Restraint
 from splash.scheduler.threshold import ThresholdPolicy
 from tests.policy_loads import decoding, limits, request, situation
 from tests.pure.test_cost_model import H200, shipped
@@ -37,6 +37,7 @@ def target(policy: Policy, layout: Layout, running: list, waiting: list | None =
     [
         ("kind", "best"),
         ("interval_ms", -1.0),
+        ("max_share", 0.0),
         ("cooldown_s", -1.0),
         ("backoff_s", 0.0),
         ("margin", -0.1),
@@ -129,8 +130,41 @@ def test_what_cannot_be_held_is_passed_over() -> None:
 
 def test_decisions_keep_their_interval() -> None:
     restraint = Restraint(PolicyConfig(interval_ms=100))
-    assert [restraint.is_due(now) for now in (0.0, 0.05, 0.1, 0.15, 0.3)] == [True, False, True, False, True]
-    assert restraint.due_s == pytest.approx(0.4)
+    restraint.decides(3.0)
+    assert restraint.due_s == pytest.approx(3.1)
+    restraint.decides(4.0, rest_s=0.5)
+    assert restraint.due_s == pytest.approx(4.5)
+    restraint.took(4.0, 1e-6)
+    assert restraint.due_s == pytest.approx(4.5), "longer than what so short a decision asks for"
+
+
+@given(
+    took=st.lists(st.floats(0, 0.1), min_size=1, max_size=100),
+    max_share=st.floats(0.001, 1),
+    interval_ms=st.sampled_from([0.0, 1.0, 50.0]),
+)
+def test_decisions_take_no_more_than_their_share_of_the_time(
+    took: list[float], max_share: float, interval_ms: float
+) -> None:
+    restraint, now = Restraint(PolicyConfig(max_share=max_share, interval_ms=interval_ms)), 0.0
+    for seconds in took:
+        restraint.decides(now)
+        restraint.took(now, seconds)
+        assert restraint.due_s >= now + interval_ms / 1e3
+        now = restraint.due_s
+    # What the average has not seen yet is still to be rested for.
+    unseen = max(took) * REMEMBERED_COSTS
+    assert sum(took) - unseen <= max_share * now * (1 + 1e-9)
+
+
+def test_one_slow_decision_puts_the_next_off_a_little_and_many_put_it_off_wholly() -> None:
+    restraint = Restraint(PolicyConfig(max_share=0.01, interval_ms=50))
+    restraint.decides(0.0)
+    restraint.took(0.0, 0.008)
+    assert restraint.due_s == pytest.approx(0.1), "and not 0.8"
+    for _ in range(200):
+        restraint.took(0.0, 0.008)
+    assert restraint.due_s == pytest.approx(0.8)
 
 
 def test_a_switch_is_followed_by_a_pause() -> None:

@@ -43,10 +43,13 @@ class Drive:
         self.switches: list[tuple[float, Decision]] = []
 
     def step(self, running: list[Request], waiting: list[Request] | None = None) -> Decision:
-        decision = self.policy.decide(situation(self.now, self.layout, running, waiting or []))
-        if decision is None:  # not due yet
+        if self.now < self.policy.due_s:
             assert self.last is not None
             decision = msgspec.structs.replace(self.last, switches=False)
+        else:
+            made = self.policy.decide(situation(self.now, self.layout, running, waiting or []))
+            assert made is not None
+            decision = made
         self.last = decision
         if decision.switches:
             self.switches.append((self.now, decision))
@@ -310,10 +313,11 @@ def test_a_decision_says_all_that_it_compared_and_goes_out_as_json() -> None:
 
 def test_it_decides_no_more_often_than_it_is_told() -> None:
     policy = cost_policy(interval_ms=100)
-    made = [policy.decide(situation(now, TP, decoding(1, 100))) for now in (0.0, 0.05, 0.11)]
-    assert [decision is not None for decision in made] == [True, False, True]
-    last = made[-1]
-    assert last is not None and last.horizon_s is not None and last.horizon_s < 10
+    made = policy.decide(situation(0.0, TP, decoding(1, 100)))
+    assert made is not None and made.horizon_s is not None and made.horizon_s < 10
+    assert policy.due_s == pytest.approx(0.1)
+    policy.took(0.0, 0.016)
+    assert policy.due_s == pytest.approx(0.2), "an eighth of 16 ms is a hundredth of 200 ms"
     long = cost_policy(interval_ms=100)
     first = long.decide(situation(0.0, DP, decoding(256, 2000, output=1900, max_tokens=9000)))
     assert first is not None and first.horizon_s is not None and first.horizon_s > 15

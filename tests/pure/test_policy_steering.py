@@ -20,6 +20,7 @@ class Wishes:
     due_s = 100.0
 
     def __init__(self) -> None:
+        self.cost_s: list[float] = []
         self.asked: list[Situation] = []
         self.told: list[tuple[str, str, float]] = []
         self.arrivals: list[tuple[float, int]] = []
@@ -34,6 +35,9 @@ class Wishes:
         self.asked.append(situation)
         switches = situation.layout is not DP
         return Decision(policy="wishes", layout="tp", target="dp", switches=switches, method="auto", reason="I want it")
+
+    def took(self, now: float, seconds: float) -> None:
+        self.cost_s.append(seconds)
 
     def switched(self, target: Layout, status: str, now: float, rebalance: bool = False) -> None:
         self.told.append((target.name, status, now))
@@ -103,6 +107,30 @@ def test_an_answer_is_carried_out_before_the_next_plan_and_only_once() -> None:
     clock.now += 1
     switcher.end("committed")
     assert policy.told == [("dp", "committed", clock.now)]
+
+
+def test_nothing_is_looked_at_until_a_decision_is_due() -> None:
+    steering, policy, switcher, scheduler, _, clock = steered()
+    scheduler.add(1, [1, 2, 3], greedy(max_tokens=4), 0)
+    scheduler.schedule()
+    unseen = Steering(policy, None, switcher, clock)  # type: ignore[arg-type]  # no load to look at
+    policy.due_s = clock.now + 1
+    unseen.ask()
+    steering.ask()
+    assert not policy.asked and not policy.cost_s
+    clock.now += 1
+    steering.ask()
+    assert len(policy.asked) == 1 and policy.cost_s == [0.0], "which takes no time on a clock that stands"
+
+
+def test_a_policy_is_told_what_its_decisions_take() -> None:
+    _, policy, switcher, scheduler, _, clock = steered()
+    timer = iter((7.0, 7.25))
+    steering = Steering(policy, scheduler, switcher, clock, lambda: next(timer))  # type: ignore[arg-type]
+    scheduler.add(1, [1, 2, 3], greedy(max_tokens=4), 0)
+    scheduler.schedule()
+    steering.ask()
+    assert policy.cost_s == [0.25]
 
 
 def test_a_switch_by_hand_takes_the_place_of_what_the_policy_wants() -> None:
