@@ -69,7 +69,7 @@ def main() -> None:
         if turn < 20:
             layout = _carry_out(policy, policy.decide(_situation(running, now, layout)), now)
             continue
-        timed["read requests"].append(_timed(lambda s: s.length_n, _situation(running, now, layout)))
+        timed["read requests"].append(_timed(lambda s: (s.length_n, s.owner_n), _situation(running, now, layout)))
         timed["one step exactly"].append(_timed(lambda s: model.steps(s.load), _situation(running, now, layout)))
         decide = lambda situation: decisions.append(policy.decide(situation))  # noqa: E731
         timed["decide"].append(_timed(decide, _situation(running, now, layout)))

@@ -13,7 +13,8 @@ and likewise new owners in the same layout, where requests have left some ranks 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,27 +43,22 @@ class _Price:
     delay_s: float
 
 
-@dataclass(frozen=True)
-class _Offer:
+class _Offer(NamedTuple):
     """Something that could be done: another layout, or with the same one other owners; and what the outlook takes."""
 
+    name: str  # of the layout, or "rebalance"
     target: Layout
     rebalance: bool
     seconds: float
 
-    @property
-    def name(self) -> str:
-        return "rebalance" if self.rebalance else self.target.name
-
     def __str__(self) -> str:
-        return f"{self.target} with owners dealt out anew" if self.rebalance else str(self.target)
+        return f"{self.target} with owners dealt out anew" if self.rebalance else self.name
 
 
-@dataclass(frozen=True)
-class _Facts:
+class _Facts(NamedTuple):
     """What every answer to one situation has in common."""
 
-    layout: Layout
+    layout: str  # its name
     outlook: Outlook
     seconds: float  # that it takes in the layout that serves
     margin: float
@@ -73,10 +69,10 @@ class _Facts:
         seconds = self.seconds
         return Decision(
             policy="cost",
-            layout=self.layout.name,
-            target=offer.target.name if offer and go else self.layout.name,
+            layout=self.layout,
+            target=offer.target.name if offer and go else self.layout,
             reason=reason,
-            rebalance=bool(offer and go and offer.rebalance),
+            rebalance=offer is not None and go and offer.rebalance,
             switches=go,
             method=price.method if price else "",
             predictions_ms=self.predictions,
@@ -113,6 +109,7 @@ class CostPolicy:
             for name, layout in LAYOUTS.items()
             if layout not in model.layouts
         }
+        self._targets = [(name, layout) for name, layout in LAYOUTS.items() if layout in model.layouts]
         self._leads: dict[str, float] = {}  # by offer, averaged
         self._left: dict[str, tuple[float, str]] = {}  # by offer: until when it is not looked into again, and why
         self._decided_s = -math.inf
@@ -154,9 +151,12 @@ class CostPolicy:
         leads = self._average_leads(situation.now, seconds, offers)
         layout, step_ms = situation.layout, 1e3 / outlook.steps
         predictions: dict[str, float | None] = dict.fromkeys(LAYOUTS)
-        predictions[layout.name] = seconds * step_ms
-        predictions |= {offer.target.name: offer.seconds * step_ms for offer in offers if not offer.rebalance}
-        facts = _Facts(layout, outlook, seconds, self.config.margin, predictions, infeasible)
+        name = layout.name
+        predictions[name] = seconds * step_ms
+        for offer in offers:
+            if not offer.rebalance:
+                predictions[offer.name] = offer.seconds * step_ms
+        facts = _Facts(name, outlook, seconds, self.config.margin, predictions, infeasible)
         first: Decision | None = None
         for offer in offers:  # the fastest first
             decision = self._judge(situation, facts, offer, leads[offer.name])
@@ -169,28 +169,25 @@ class CostPolicy:
 
     def _offers(self, situation: Situation, outlook: Outlook) -> tuple[list[_Offer], dict[str, str]]:
         """What could be done, the fastest first; and why not, by layout."""
-        layout = situation.layout
+        layout, wanted = situation.layout, situation.num_wanted_idle
+        has_owners = layout.kv is KV.REQUEST
         offers, infeasible = [], dict(self._refused)
-        for target in self._model.layouts:
+        for name, target in self._targets:
             if target == layout:
                 continue
             if shortage := self._room.shortage(situation, target):
-                infeasible[target.name] = shortage
+                infeasible[name] = shortage
                 continue
-            keeps_owners = layout.kv is KV.REQUEST and target.kv is KV.REQUEST
+            keeps_owners = has_owners and target.kv is KV.REQUEST
             seconds = self._forecaster.seconds(target, outlook, outlook.skew if keeps_owners else None)
-            seconds += self._forecaster.recompute_s(target, outlook, self._not_found(situation, target, outlook))
-            offers.append(_Offer(target, False, seconds))
+            missing = wanted - self._room.for_idle(situation, target) if wanted else 0
+            if missing > 0:  # of what is found now, there would be no room in `target` for so many pages
+                seconds += self._forecaster.recompute_s(target, outlook, outlook.found_tokens * missing / wanted)
+            offers.append(_Offer(name, target, False, seconds))
         # New requests even ranks out for nothing.
-        if layout.kv is KV.REQUEST and not situation.num_waiting and len(situation.running) > 1:
-            offers.append(_Offer(layout, True, self._forecaster.seconds(layout, outlook, None)))
+        if has_owners and not situation.num_waiting and len(situation.running) > 1:
+            offers.append(_Offer("rebalance", layout, True, self._forecaster.seconds(layout, outlook, None)))
         return sorted(offers, key=lambda offer: offer.seconds), infeasible
-
-    def _not_found(self, situation: Situation, target: Layout, outlook: Outlook) -> float:
-        """Tokens of the outlook's prompts that are found now, and would not be in `target` for want of room."""
-        wanted = situation.num_wanted_idle
-        missing = wanted - self._room.for_idle(situation, target)
-        return outlook.found_tokens * missing / wanted if missing > 0 else 0.0
 
     def _average_leads(self, now: float, seconds: float, offers: list[_Offer]) -> dict[str, float]:
         """By offer, its lead averaged over `settle_s`. What has just become possible begins with none."""
@@ -253,7 +250,7 @@ class CostPolicy:
             slots = self._room.slots_T[offer.target].tolist()
             owners = np.array(balance_owners(situation.pages_n.tolist(), slots), dtype=np.int64)
             skew = skew_of(owners, situation.length_n, situation.ranks)
-            offer = replace(offer, seconds=self._forecaster.seconds(offer.target, outlook, skew))
+            offer = offer._replace(seconds=self._forecaster.seconds(offer.target, outlook, skew))
         along, recompute_s = 0, 0.0
         if not offer.rebalance and situation.moves_idle(offer.target):
             along = self._room.taken_along(situation, offer.target)
@@ -266,7 +263,7 @@ class CostPolicy:
             if offer.rebalance:
                 cost = rebalance_cost(model, offer.target, load, owners, method)
             else:
-                cost = model.switch(facts.layout, offer.target, load, method, along)
+                cost = model.switch(situation.layout, offer.target, load, method, along)
             delay_s = 0.0
             if cost.background_s:
                 received = max(kv + weights for kv, weights in zip(cost.kv_bytes, cost.weight_bytes, strict=True))

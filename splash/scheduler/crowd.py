@@ -51,8 +51,11 @@ class Crowd:
     """The requests that are there and that are expected, in numbers that change as steps go by.
 
     Attributes:
-        remaining_n: expected tokens of each running request.
+        ending_n: how many times each running request is expected to end, a step.
         tokens_n: tokens of each.
+        tokens: of all of them.
+        running: how many they are.
+        wanted: how many would run now if memory allowed it.
         decoding, prefilling: how many of them decode, and have prompts left.
         rows_left, start: rows of those prompts, and where on average they are to be computed.
         queue, prompt: waiting requests, and their mean tokens.
@@ -63,8 +66,11 @@ class Crowd:
         most: requests that may run at once.
     """
 
-    remaining_n: Floats
+    ending_n: Floats
     tokens_n: Floats
+    tokens: float
+    running: int
+    wanted: float
     decoding: int
     prefilling: int
     rows_left: float
@@ -91,9 +97,13 @@ class Crowd:
             start = float((left * (situation.computed_n + left / 2))[is_prefill].sum()) / rows_left
         waiting = [len(request.tokens) for request in situation.waiting]
         allowed = [request.max_tokens for request in situation.waiting]
+        tokens_n = situation.length_n.astype(np.float64)
         return cls(
-            remaining_n=np.minimum(expected, situation.allowed_n),
-            tokens_n=situation.length_n.astype(np.float64),
+            ending_n=1 / np.minimum(expected, situation.allowed_n),
+            tokens_n=tokens_n,
+            tokens=float(tokens_n.sum()),
+            running=len(left),
+            wanted=float(min(most, len(left) + situation.num_waiting)),
             decoding=len(left) - prefilling,
             prefilling=prefilling,
             rows_left=rows_left,
@@ -108,23 +118,13 @@ class Crowd:
             most=most,
         )
 
-    @property
-    def running(self) -> int:
-        """Requests that run now."""
-        return len(self.remaining_n)
-
-    @property
-    def wanted(self) -> float:
-        """Requests that would run now if memory allowed it."""
-        return float(min(self.most, self.running + self.queue))
-
     def _survivors(self, steps: float) -> tuple[float, float]:
         """(running requests left after so many steps, their tokens then)."""
         if not steps:
-            return float(len(self.remaining_n)), float(self.tokens_n.sum())
+            return float(self.running), self.tokens
         known = self._known.get(steps)
         if known is None:
-            alive_n = np.exp(steps / -self.remaining_n)
+            alive_n = np.exp(-steps * self.ending_n)
             left = float(alive_n.sum())
             known = self._known[steps] = left, float(alive_n @ self.tokens_n) + left * steps
         return known
@@ -183,8 +183,7 @@ class Crowd:
         position = replaced * self._positions(self.prompt) + arrived * self._positions(self.arriving)
         return Prompts(rows, replaced + arrived, position / max(1.0, rows))
 
-    def found_tokens(self, steps: float, step_s: float) -> float:
-        """Tokens of the prompts that are expected in so many steps that are found in the cache."""
-        stream = self.stream(steps, step_s)
+    def found_tokens(self, stream: Prompts) -> float:
+        """Tokens that are found in the cache of the prompts that are there and of those that come in a stream."""
         there = (self.wanted - self.running) * self.prompt * self.found
         return there + stream.rows * self.found / max(1e-3, 1 - self.found)

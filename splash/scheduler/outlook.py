@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from splash.core.layout import KV, Layout
 from splash.scheduler.cost_model import CostModel
-from splash.scheduler.crowd import Crowd, Phase
+from splash.scheduler.crowd import Crowd, Phase, Prompts
 from splash.scheduler.room import Room
 from splash.scheduler.situation import Ints, Situation
 from splash.scheduler.step_times import Shape, StepTimes, coarsely, on_coarse_grid, on_grid
@@ -55,15 +55,14 @@ def skew_of(owner_n: Ints, tokens_n: Ints, ranks: int) -> Skew:
     """The skew of requests with those owners and tokens."""
     if not len(owner_n):
         return EVEN
-    tokens_T = np.bincount(owner_n, tokens_n, ranks)
-    requests_T = np.bincount(owner_n, None, ranks)
-    top = int(tokens_T.argmax())
-    requests, keys = requests_T[top] * ranks / len(owner_n), tokens_T[top] * ranks / tokens_T.sum()
+    tokens_T = np.bincount(owner_n, tokens_n, ranks).tolist()
+    most = max(tokens_T)
+    num_requests = np.count_nonzero(owner_n == tokens_T.index(most))
+    requests, keys = num_requests * ranks / len(owner_n), most * ranks / sum(tokens_T)
     return Skew(round(requests * SKEW_STEPS) / SKEW_STEPS, round(keys * SKEW_STEPS) / SKEW_STEPS)
 
 
-@dataclass(frozen=True)
-class Prefill:
+class Prefill(NamedTuple):
     """Steps that carry chunks.
 
     Attributes:
@@ -92,11 +91,11 @@ class Shapes:
     def __init__(self, ranks: int, longest: int) -> None:
         self._ranks = ranks
         self._longest = longest
-        self._known: dict[tuple[Phase, int, bool, Skew | None], Shape] = {}
+        self._known: dict[tuple[float, float, int, bool, Skew | None], Shape] = {}
 
     def of(self, phase: Phase, singles: int, has_owners: bool, skew: Skew | None) -> Shape:
         """A step of `singles` requests of a phase, on ranks with owners of that skew, None for even ones."""
-        key = (phase, singles, has_owners, skew if has_owners else None)
+        key = phase.context, phase.kept, singles, has_owners, skew if has_owners else None
         shape = self._known.get(key)
         if shape is None:
             shape = self._known[key] = self._make(phase, singles, has_owners, skew or EVEN)
@@ -126,8 +125,8 @@ class Outlook:
         owned: the same where owners alone compute their chunks, at once.
         lost_tokens: that are preempted in it, and computed again, where memory does not suffice for all.
         found_tokens: of its prompts, that need not be computed as long as the prefix cache has them.
-        page_share: pages of requests over those that they would hold if none were shared.
-        skew: of the owners now.
+        pages: of a request of the last and of the first phase.
+        skew: of the owners now, where pages are kept by them.
         shapes: of its steps.
         known: seconds that have been predicted, by whether layouts have owners, their skew, and the batches that fit.
     """
@@ -139,7 +138,7 @@ class Outlook:
     owned: tuple[Prefill, ...]
     lost_tokens: float
     found_tokens: float
-    page_share: float
+    pages: tuple[float, float]
     skew: Skew
     shapes: Shapes
     known: dict[tuple[bool, Skew | None, tuple[float, float]], list[float]] = field(default_factory=dict)
@@ -172,6 +171,10 @@ class _Lane:
     index: int  # of the layout in `times`
     capacity: Callable[[float], float]
 
+    def batch(self, phase: Phase, pages: float) -> float:
+        """Requests of a phase, of so many pages each, that run at once. Those that run now do fit."""
+        return max(1.0, min(phase.requests, max(phase.kept * phase.requests, self.capacity(pages))))
+
 
 class Forecaster:
     """Makes outlooks and predicts them.
@@ -202,40 +205,45 @@ class Forecaster:
     def look(self, situation: Situation, arrivals: Arrivals, outputs: Outputs) -> Outlook:
         """The outlook from a situation in which anything runs or waits."""
         crowd = Crowd.of(situation, arrivals, outputs, self._max_running)
-        skew = skew_of(situation.owner_n, situation.length_n, situation.ranks)
+        lane, first, skew = self._lanes[situation.layout], crowd.later(0.0, 0.0), EVEN
+        if lane.has_owners:
+            skew = skew_of(situation.owner_n, situation.length_n, situation.ranks)
         shapes = Shapes(self._ranks, int(situation.length_n.max(initial=1)))
-        lane, share, first = self._lanes[situation.layout], situation.page_share, crowd.later(0.0, 0.0)
-        batch = self._batch(lane, first, share)
+        pages = self._pages(first, situation)
+        batch = lane.batch(first, pages)
         decode = lane.times.seconds(shapes.of(first, round(batch), lane.has_owners, skew))[lane.index]
         step_s = first.requests / batch * decode
         steps = crowd.steps_to_half(self._horizon_s / step_s, step_s)
-        both = [self._prefills(crowd, arrivals, steps, step_s, has_owners) for has_owners in (False, True)]
+        stream = crowd.stream(steps, step_s)
+        both = self._prefills(crowd, arrivals, stream, max(1.0, stream.requests / steps))
         prefills = both[lane.has_owners]
         prefill_s = sum([self._prefill(lane, each, shapes, first, batch, covered=0.0)[lane.index] for each in prefills])
         if prefill_s > self._horizon_s:
             share_done = self._horizon_s / prefill_s
-            both = [[replace(each, steps=each.steps * share_done) for each in prefills] for prefills in both]
+            both = [[each._replace(steps=each.steps * share_done) for each in prefills] for prefills in both]
             prefills, prefill_s = both[lane.has_owners], self._horizon_s
         # Decodes go on beside chunks, and by themselves for what is left of the horizon.
         alone = max(0.0, self._horizon_s - prefill_s) / step_s
-        steps = min(steps, sum(prefill.steps for prefill in prefills) + alone)
+        if steps > (most := sum([prefill.steps for prefill in prefills]) + alone):
+            steps, stream = most, crowd.stream(most, step_s)
+        last = _on_ladder(crowd.later(steps, step_s), first)
         return Outlook(
             first=first,
-            last=_on_ladder(crowd.later(steps, step_s), first),
+            last=last,
             decode_steps=steps,
             shared=tuple(both[False]),
             owned=tuple(both[True]),
             lost_tokens=arrivals.lost_rate * max(steps * step_s, prefill_s),
-            found_tokens=crowd.found_tokens(steps, step_s),
-            page_share=share,
+            found_tokens=crowd.found_tokens(stream),
+            pages=(self._pages(last, situation), pages),
             skew=skew,
             shapes=shapes,
         )
 
     def seconds(self, layout: Layout, outlook: Outlook, skew: Skew | None) -> float:
         """How long the outlook takes in `layout` with owners of that skew, None for even ones."""
-        lane, share = self._lanes[layout], outlook.page_share
-        batches = self._batch(lane, outlook.last, share), self._batch(lane, outlook.first, share)
+        lane = self._lanes[layout]
+        batches = lane.batch(outlook.last, outlook.pages[0]), lane.batch(outlook.first, outlook.pages[1])
         key = lane.has_owners, skew if lane.has_owners else None, batches
         known = outlook.known.get(key)
         if known is None:
@@ -271,41 +279,50 @@ class Forecaster:
         prefills = outlook.prefills(lane.has_owners)
         if not prefills:
             return [0.0] * lane.times.num_layouts
-        batch = self._batch(lane, outlook.first, outlook.page_share)
+        batch = lane.batch(outlook.first, outlook.pages[1])
         prefill = prefills[-1]
         share = rows / (prefill.steps * prefill.chunks * prefill.rows)
         seconds = self._prefill(lane, prefill, outlook.shapes, outlook.first, batch, prefill.steps)
         return [share * all_s for all_s in seconds]
 
-    def _prefills(
-        self, crowd: Crowd, arrivals: Arrivals, steps: float, step_s: float, has_owners: bool
-    ) -> list[Prefill]:
-        """The prefill steps beside so many decode steps. Prompts are computed one after another.
+    def _prefills(self, crowd: Crowd, arrivals: Arrivals, stream: Prompts, coming: float) -> list[list[Prefill]]:
+        """The steps that carry chunks of the backlog, and of a stream, of which `coming` prompts come a step.
 
-        With owners, one of each owner at once: as many rows on every rank, as long as prompts last for that.
+        First where every rank takes part in each, and prompts are computed one after another; then with owners, one of
+        each owner at once: as many rows on every rank, as long as prompts last for that.
         """
-        backlog, stream = crowd.backlog(), crowd.stream(steps, step_s)
-        prefills = []
-        for prompts, at_once in ((backlog, backlog.requests), (stream, max(1.0, stream.requests / steps))):
+        shared, owned, backlog = list[Prefill](), list[Prefill](), crowd.backlog()
+        for prompts, at_once, decoding in (
+            (backlog, backlog.requests, (crowd.decoding + crowd.wanted) / 2),
+            (stream, coming, crowd.wanted),
+        ):
             if prompts.rows < 1:
                 continue
-            decoding = (crowd.decoding + crowd.wanted) / 2 if prompts is backlog else crowd.wanted
             budget, each = max(2.0, self._max_rows - decoding), max(2.0, prompts.rows / prompts.requests)
-            most = max(math.ceil(budget / each), self._ranks if has_owners else 1)
-            chunks = on_coarse_grid(max(1, min(math.ceil(at_once), most)))
-            evened = has_owners and at_once * each > budget
-            if evened and at_once >= self._ranks:
+            most, ready = math.ceil(budget / each), max(1, math.ceil(at_once))
+            chunks = on_coarse_grid(min(ready, most))
+            rows, start = self._rows(prompts, chunks, each, budget)
+            top = on_coarse_grid(round(rows * arrivals.unevenness(chunks, self._ranks)))
+            shared.append(Prefill(prompts.rows / (chunks * rows), chunks, rows, start, top, decoding))
+            if at_once * each <= budget:  # a step has room for all
+                owned.append(shared[-1])
+                continue
+            chunks = on_coarse_grid(min(ready, max(most, self._ranks)))
+            if at_once >= self._ranks:
                 chunks = self._ranks * on_coarse_grid(max(1, round(chunks / self._ranks)))
-            rows = on_coarse_grid(max(2, round(min(each, budget / chunks))))
-            start = self._page_size * on_coarse_grid(max(0, round((prompts.position - rows / 2) / self._page_size)))
-            top = rows if evened else on_coarse_grid(round(rows * arrivals.unevenness(chunks, self._ranks)))
-            prefills.append(Prefill(prompts.rows / (chunks * rows), chunks, rows, start, top, decoding))
-        return prefills
+            rows, start = self._rows(prompts, chunks, each, budget)
+            owned.append(Prefill(prompts.rows / (chunks * rows), chunks, rows, start, rows, decoding))
+        return [shared, owned]
 
-    def _batch(self, lane: _Lane, phase: Phase, share: float) -> float:
-        """Requests of a phase that run at once in a layout. Those that run now do fit."""
-        pages = max(1.0, math.ceil(phase.context / self._page_size + 0.5) * share)
-        return max(1.0, min(phase.requests, max(phase.kept * phase.requests, lane.capacity(pages))))
+    def _rows(self, prompts: Prompts, chunks: int, each: float, budget: float) -> tuple[int, int]:
+        """(rows, start) of one of so many chunks, where prompts have `each` tokens and a step `budget` rows."""
+        rows = on_coarse_grid(max(2, round(min(each, budget / chunks))))
+        start = on_coarse_grid(max(0, round((prompts.position - rows / 2) / self._page_size)))
+        return rows, self._page_size * start
+
+    def _pages(self, phase: Phase, situation: Situation) -> float:
+        """Pages of a request of a phase, which shares as many as those that run share now."""
+        return max(1.0, math.ceil(phase.context / self._page_size + 0.5) * situation.page_share)
 
     def _prefill(
         self, lane: _Lane, prefill: Prefill, shapes: Shapes, phase: Phase, batch: float, covered: float

@@ -31,6 +31,10 @@ class Room:
         self.slots_T = {layout: page_slots(geometry, layout) for layout in layouts}
         self._fewest = {layout: int(slots.min()) for layout, slots in self.slots_T.items()}
         self._total = {layout: int(slots.sum()) for layout, slots in self.slots_T.items()}
+        self._weights = {  # bytes of a layer's that a rank receives
+            source: {target: received_weight_bytes(geometry, source, target) for target in layouts}
+            for source in layouts
+        }
 
     def capacity(self, layout: Layout) -> Callable[[float], float]:
         """A function of the pages of a request: how many such requests fit at once, balanced. At least 1."""
@@ -91,7 +95,7 @@ class Room:
     def _staging_shortage(self, situation: Situation, target: Layout, most: int) -> str:
         """A switch copies into slots that are free on both sides, or else stages a layer at a time."""
         source, geometry = situation.layout, self.geometry
-        weights = received_weight_bytes(geometry, source, target)
+        weights = self._weights[source][target]
         if most * geometry.slot_bytes + weights <= self._staging_bytes:
             return ""
         footprint = situation.footprint

@@ -80,13 +80,11 @@ class Situation:
     @cached_property
     def _columns(self) -> Ints:
         running = self.running
-        # One list of all columns, packed: numpy would take twice as long to convert it.
         values = [request.num_computed for request in running]
         values += [len(request.tokens) for request in running]
         values += [request.num_prompt for request in running]
         values += [request.max_tokens for request in running]
-        values += [request.held.owner for request in running if request.held is not None]
-        return np.frombuffer(struct.pack(f"{len(values)}q", *values), dtype=np.int64).reshape(5, len(running))
+        return _packed(values).reshape(4, len(running))
 
     @property
     def computed_n(self) -> Ints:
@@ -108,10 +106,10 @@ class Situation:
         """int64 [n], output tokens that may still come."""
         return self._columns[3] - self.outputs_n
 
-    @property
+    @cached_property
     def owner_n(self) -> Ints:
         """int64 [n], owners."""
-        return self._columns[4]
+        return _packed([request.held.owner for request in self.running if request.held is not None])
 
     @cached_property
     def pages_n(self) -> Ints:
@@ -171,3 +169,8 @@ class Situation:
 
     def _load(self, context: Ints) -> StepLoad:
         return StepLoad.of_arrays(self.owner_n, np.ones(len(context), dtype=np.int64), context - 1, self.ranks)
+
+
+def _packed(values: list[int]) -> Ints:
+    """An array of so many integers: numpy would take twice as long to convert the list."""
+    return np.frombuffer(struct.pack(f"{len(values)}q", *values), dtype=np.int64)
