@@ -7,8 +7,8 @@
 
 Options without dashes are those of `python -m splash.serve`. The workloads are those of conf/workload in the size of
 the model that ships with SPLASH; `--load` multiplies how many requests come. A turn is one engine, in one layout or
-with a policy that starts from the first layout, that serves a whole workload. Layouts are compared by the tokens a
-second of the whole turn, prompts included; figures are medians over the rounds.
+with a policy that starts from the first layout, that serves a whole workload; every round begins with another. Layouts
+are compared by the tokens a second of the whole turn, prompts included; figures are medians over the rounds.
 
 The ceiling beside them is a clairvoyant that never pays for a switch: every stretch of the work, by tokens served, in
 the time of the fixed layout that was fastest over it. The requests do not say how long their answers will be: they may
@@ -251,12 +251,19 @@ def take_turn(config: EngineConfig, layout: str, policy: PolicyConfig, requests:
         engine.close()
 
 
+def in_turn(names: list[str], number: int, rounds: int) -> list[str]:
+    """The order of a round. Over all rounds everybody comes early and late, as the machine may become slower."""
+    first = number * len(names) // rounds
+    return names[first:] + names[:first]
+
+
 def compare(args: argparse.Namespace, name: str, busy: list[float]) -> dict[str, Any]:
     """All contenders through one workload, `args.repeats` rounds."""
     requests = WORKLOADS[name].requests(name, args.load)
     turns: dict[str, list[Turn]] = {}
     for number in range(args.repeats):
-        for who, (layout, policy) in args.contenders.items():
+        for who in in_turn(list(args.contenders), number, args.repeats):
+            layout, policy = args.contenders[who]
             busy.append(busy_cores())
             if args.simulate:
                 turn = simulate_turn(args.config, layout, policy, requests, args.spec)
