@@ -111,4 +111,6 @@ class Steering:
     def _ended(self, record: SwitchRecord) -> None:
         self._own = None
         rebalance = record.source == record.target
-        self._policy.switched(parse_layout(record.target), record.status, self._clock(), rebalance)
+        expected_s = record.decision.cost_s if record.decision is not None else None
+        cost_s = math.inf if expected_s is None else max(expected_s, record.added_ms / 1e3)
+        self._policy.switched(parse_layout(record.target), record.status, self._clock(), rebalance, cost_s)

@@ -131,9 +131,11 @@ class CostPolicy:
         """See `Policy`."""
         self._restraint.took(now, seconds)
 
-    def switched(self, target: Layout, status: str, now: float, rebalance: bool = False) -> None:
+    def switched(
+        self, target: Layout, status: str, now: float, rebalance: bool = False, cost_s: float = math.inf
+    ) -> None:
         """See `Policy`."""
-        self._restraint.switched(target, status, now, rebalance)
+        self._restraint.switched(target, status, now, rebalance, cost_s)
         if status == "committed":
             self._leads.clear()
             self._left.clear()

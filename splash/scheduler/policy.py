@@ -32,8 +32,10 @@ class PolicyConfig:
     Attributes:
         kind: "static", "threshold" or "cost".
         interval_ms: decide at most this often, milliseconds; the cost policy also waits for a hundredth of its outlook.
-        max_share: decisions take at most this share of the time: where they take longer, they become fewer.
-        cooldown_s: after a switch, the least time until the next, seconds.
+        max_share: decisions take at most this share of the time: where they take longer, they become fewer. So do
+            switches whose cost is known.
+        cooldown_s: after a switch, the most that the next has to wait for that, seconds; as long where its cost is not
+            known.
         backoff_s: after a switch that was refused or failed, the time until the same is tried again, seconds; doubled
             each further time.
         margin: cost: switch only if the present layout takes longer by more than this share.
@@ -123,8 +125,13 @@ class Policy(Protocol):
     def took(self, now: float, seconds: float) -> None:
         """The decision at `now` took so many seconds of the loop's time."""
 
-    def switched(self, target: Layout, status: str, now: float, rebalance: bool = False) -> None:
-        """A switch to `target`, or a rebalance in it, has ended with a status of `SwitchRecord`."""
+    def switched(
+        self, target: Layout, status: str, now: float, rebalance: bool = False, cost_s: float = math.inf
+    ) -> None:
+        """A switch to `target`, or a rebalance in it, has ended with a status of `SwitchRecord`.
+
+        `cost_s` is what it cost those who were served, seconds; infinite where that is not known.
+        """
 
 
 class StaticPolicy:
@@ -145,7 +152,9 @@ class StaticPolicy:
     def took(self, now: float, seconds: float) -> None:
         """Nothing to learn."""
 
-    def switched(self, target: Layout, status: str, now: float, rebalance: bool = False) -> None:
+    def switched(
+        self, target: Layout, status: str, now: float, rebalance: bool = False, cost_s: float = math.inf
+    ) -> None:
         """Nothing to learn."""
 
 
@@ -186,21 +195,24 @@ class Restraint:
         New owners are no reason to keep a layout: only another switch or rebalance makes the next of its kind wait.
         """
         if now < self._cool_until_s:
-            return f"the last switch was less than {self.config.cooldown_s:g} s ago"
+            return f"the last switch was just now, and the next may come in {self._cool_until_s - now:.1f} s"
         if rebalance and now < self._rebalance_until_s:
-            return f"owners were dealt out less than {self.config.cooldown_s:g} s ago"
+            return f"owners were dealt out just now, and may be again in {self._rebalance_until_s - now:.1f} s"
         until = self._blocked_until_s.get(target, -math.inf)
         if now < until:
             return f"the last try came to nothing, and the next is due in {until - now:.1f} s"
         return ""
 
-    def switched(self, target: Layout, status: str, now: float, rebalance: bool = False) -> None:
-        """See `Policy.switched`."""
+    def switched(
+        self, target: Layout, status: str, now: float, rebalance: bool = False, cost_s: float = math.inf
+    ) -> None:
+        """See `Policy.switched`. What cost little need not be followed by a long pause to cost little in all."""
         if status == "committed":
+            pause_s = min(self.config.cooldown_s, cost_s / self.config.max_share)
             if rebalance:
-                self._rebalance_until_s = now + self.config.cooldown_s
+                self._rebalance_until_s = now + pause_s
             else:
-                self._cool_until_s = now + self.config.cooldown_s
+                self._cool_until_s = now + pause_s
             self._tries.pop(target, None)
             self._blocked_until_s.pop(target, None)
         elif status in ("refused", "failed", "aborted"):

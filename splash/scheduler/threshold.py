@@ -11,6 +11,7 @@ A layout is passed over where the ranks do not divide the heads, or where the li
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from splash.core.decision import Decision
@@ -50,9 +51,11 @@ class ThresholdPolicy:
         """See `Policy`."""
         self._restraint.took(now, seconds)
 
-    def switched(self, target: Layout, status: str, now: float, rebalance: bool = False) -> None:
+    def switched(
+        self, target: Layout, status: str, now: float, rebalance: bool = False, cost_s: float = math.inf
+    ) -> None:
         """See `Policy`."""
-        self._restraint.switched(target, status, now, rebalance)
+        self._restraint.switched(target, status, now, rebalance, cost_s)
 
     def decide(self, situation: Situation) -> Decision | None:
         """See `Policy`."""

@@ -60,7 +60,9 @@ class Restless:
     def took(self, now: float, seconds: float) -> None:
         assert seconds >= 0
 
-    def switched(self, target: Layout, status: str, now: float, rebalance: bool = False) -> None:
+    def switched(
+        self, target: Layout, status: str, now: float, rebalance: bool = False, cost_s: float = math.inf
+    ) -> None:
         self.ended.append((target.name, status))
 
 

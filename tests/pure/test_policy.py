@@ -171,15 +171,34 @@ def test_a_switch_is_followed_by_a_pause() -> None:
     restraint = Restraint(PolicyConfig(cooldown_s=2))
     assert not restraint.held_back(TP, 0.0)
     restraint.switched(DP, "committed", 1.0)
-    assert restraint.held_back(TP, 2.9) == "the last switch was less than 2 s ago" and not restraint.held_back(TP, 3.0)
+    assert restraint.held_back(TP, 2.9) == "the last switch was just now, and the next may come in 0.1 s"
+    assert not restraint.held_back(TP, 3.0)
     assert restraint.held_back(DP, 2.9, rebalance=True) and not restraint.held_back(DP, 3.0, rebalance=True)
 
 
 def test_new_owners_make_nobody_wait_but_the_next_new_owners() -> None:
     restraint = Restraint(PolicyConfig(cooldown_s=2))
     restraint.switched(DP, "committed", 1.0, rebalance=True)
-    assert restraint.held_back(DP, 2.9, rebalance=True) == "owners were dealt out less than 2 s ago"
+    assert restraint.held_back(DP, 2.9, rebalance=True) == "owners were dealt out just now, and may be again in 0.1 s"
     assert not restraint.held_back(DP, 3.0, rebalance=True) and not restraint.held_back(TP, 1.0)
+
+
+@given(
+    costs_s=st.lists(st.floats(0, 0.1), min_size=1, max_size=50), rebalance=st.booleans(), cooldown_s=st.floats(0.5, 20)
+)
+def test_cheap_switches_follow_sooner_and_take_no_more_than_their_share(
+    costs_s: list[float], rebalance: bool, cooldown_s: float
+) -> None:
+    restraint, now = Restraint(PolicyConfig(max_share=0.01, cooldown_s=cooldown_s)), 0.0
+    for cost_s in costs_s:
+        restraint.switched(DP, "committed", now, rebalance, cost_s)
+        pause_s = min(cooldown_s, 100 * cost_s)
+        assert not restraint.held_back(DP, now + pause_s, rebalance)
+        assert pause_s < 1e-6 or restraint.held_back(DP, now + 0.99 * pause_s, rebalance)
+        assert rebalance <= (not restraint.held_back(TP, now)), "new owners hold back no switch"
+        now += pause_s
+    allowed = [min(cost_s, cooldown_s / 100) for cost_s in costs_s]
+    assert sum(allowed) <= 0.01 * now * (1 + 1e-9) + 1e-12
 
 
 def test_vain_tries_are_repeated_less_and_less_often() -> None:

@@ -21,8 +21,10 @@ class Wishes:
 
     def __init__(self) -> None:
         self.cost_s: list[float] = []
+        self.expected_s: float | None = None
         self.asked: list[Situation] = []
         self.told: list[tuple[str, str, float]] = []
+        self.told_costs_s: list[float] = []
         self.arrivals: list[tuple[float, int]] = []
 
     def arrived(self, now: float, num_prompt_tokens: int) -> None:
@@ -34,13 +36,24 @@ class Wishes:
     def decide(self, situation: Situation) -> Decision:
         self.asked.append(situation)
         switches = situation.layout is not DP
-        return Decision(policy="wishes", layout="tp", target="dp", switches=switches, method="auto", reason="I want it")
+        return Decision(
+            policy="wishes",
+            layout="tp",
+            target="dp",
+            switches=switches,
+            method="auto",
+            reason="I want it",
+            cost_s=self.expected_s,
+        )
 
     def took(self, now: float, seconds: float) -> None:
         self.cost_s.append(seconds)
 
-    def switched(self, target: Layout, status: str, now: float, rebalance: bool = False) -> None:
+    def switched(
+        self, target: Layout, status: str, now: float, rebalance: bool = False, cost_s: float = math.inf
+    ) -> None:
         self.told.append((target.name, status, now))
+        self.told_costs_s.append(cost_s)
 
 
 class PendingSwitches:
@@ -131,6 +144,19 @@ def test_a_policy_is_told_what_its_decisions_take() -> None:
     scheduler.schedule()
     steering.ask()
     assert policy.cost_s == [0.25]
+
+
+def test_a_policy_is_told_what_its_switch_cost_expected_or_measured_whichever_is_more() -> None:
+    steering, policy, switcher, scheduler, _, _ = steered()
+    scheduler.add(1, [1, 2, 3], greedy(max_tokens=4), 0)
+    scheduler.schedule()
+    for expected_s, added_ms in ((None, 5.0), (0.02, 5.0), (0.02, 50.0)):
+        policy.expected_s = expected_s
+        steering.ask()
+        steering.act()
+        switcher.made[-1].added_ms = added_ms
+        switcher.end("committed")
+    assert policy.told_costs_s == [math.inf, 0.02, 0.05]
 
 
 def test_a_switch_by_hand_takes_the_place_of_what_the_policy_wants() -> None:
