@@ -26,7 +26,7 @@ from splash.scheduler.cost_model import CostModel
 from splash.scheduler.load import StepLoad
 from splash.sweep.outcome import Floats, Outcome, arenas, cost_model
 from splash.sweep.points import Point
-from splash.workload import Requests
+from splash.workload import Phase, Requests
 
 STRIDE = 16  # decode steps for which one prediction does
 
@@ -43,7 +43,7 @@ def run_disaggregated(point: Point, requests: Requests) -> Outcome:
     check_layout(layout, point.spec.num_heads, point.ranks)
     if settings.policy.kind != "static":
         raise ConfigError("policy", f"must be static where serving is disaggregated, not {settings.policy.kind!r}")
-    if requests.concurrency is not None or (requests.after >= 0).any():
+    if requests.phases != (Phase(),) or (requests.after >= 0).any():
         raise ConfigError("workload", "must not wait for requests to finish where serving is disaggregated")
     group = _Prefill(cost_model(point), arenas(point), layout, settings.max_batched_tokens)
     first, steps, peak = group.run(requests)

@@ -15,6 +15,7 @@ from splash.core.memory import ArenaGeometry
 from splash.core.spec import DTYPE_BYTES, kv_format
 from splash.scheduler.cost_model import CostModel
 from splash.sweep.points import Point
+from splash.sweep.served import served_s
 from splash.workload import Requests
 
 Floats = npt.NDArray[np.float64]
@@ -71,7 +72,6 @@ def identity(point: Point, requests: Requests) -> dict[str, Any]:
     """The columns that say which point a row is of."""
     settings = point.settings
     length, output = requests.input_len, requests.output_len
-    in_flight = len(requests) if requests.concurrency is None else min(requests.concurrency, len(requests))
     return {
         "grid": point.grid,
         "hardware": point.hardware.name,
@@ -84,7 +84,7 @@ def identity(point: Point, requests: Requests) -> dict[str, Any]:
         "workload": point.workload.kind,
         "input": round(float(length.mean()), 1),
         "output": round(float(output.mean()), 1),
-        "batch": in_flight,
+        "batch": requests.most_in_flight,
         "requests": len(requests),
         "chunk": settings.max_batched_tokens,
     }
@@ -153,4 +153,5 @@ def figures(outcome: Outcome, requests: Requests) -> dict[str, Any]:
     }
     if outcome.timeline:
         row["timeline"] = outcome.timeline
+        row["served_s"] = [short(mark) for mark in served_s(requests, outcome.first_token_s, outcome.finish_s)]
     return row

@@ -74,8 +74,8 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def write_csv(path: Path, rows: Iterable[Row]) -> None:
-    """The rows as CSV, without time lines. Mappings are JSON."""
-    rows = [{key: value for key, value in row.items() if key != "timeline"} for row in rows]
+    """The rows as CSV, without what has a value for each of many times. Mappings are JSON."""
+    rows = [{key: value for key, value in row.items() if key not in ("timeline", "served_s")} for row in rows]
     columns = list(dict.fromkeys(key for row in rows for key in row))
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     with beside.open("w", newline="", encoding="utf-8") as file:

@@ -10,7 +10,7 @@ A description is frozen and says everything: the same one gives the same request
 from splash.workload.feed import Feed
 from splash.workload.kinds import Workload
 from splash.workload.load import from_mapping, load
-from splash.workload.requests import Arrival, Prompt, Requests
+from splash.workload.requests import Arrival, Phase, Prompt, Requests
 from splash.workload.summary import Summary, summarise
 from splash.workload.trace import Trace, write_trace
 
@@ -21,6 +21,7 @@ __all__ = [
     "Requests",
     "Arrival",
     "Prompt",
+    "Phase",
     "Feed",
     "Summary",
     "summarise",

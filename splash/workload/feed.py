@@ -19,21 +19,24 @@ class Feed:
             feed.finish(index, now)
 
     Times are seconds from the start of the workload and never go back. Requests fall due in order of time, ties in
-    order of index; with `requests.concurrency` they wait in that order for a place.
+    order of index; where their phase has a limit they wait in that order for a place. A phase begins when all requests
+    of the one before have ended, and what comes in it by the clock comes as much later as that is.
     """
 
     def __init__(self, requests: Requests) -> None:
         self.in_flight = 0
-        self._limit = requests.concurrency if requests.concurrency is not None else math.inf
         self._delay_s = requests.delay_s
         self._roots = np.flatnonzero(requests.after < 0)
         self._root_time_s = requests.time_s[self._roots]
-        self._next_root = 0
         waiting = np.flatnonzero(requests.after >= 0)
         self._followers = waiting[np.argsort(requests.after[waiting], kind="stable")]
         self._first_follower = np.searchsorted(requests.after[self._followers], np.arange(len(requests) + 1))
         self._released: list[tuple[float, int]] = []
+        self._phases = iter(requests.phases)
+        self._ends = iter([*(phase.start for phase in requests.phases[1:]), len(requests)])
+        self._end = self._last_root = 0
         self._left = len(requests)
+        self._begin(0.0)
 
     @property
     def exhausted(self) -> bool:
@@ -57,6 +60,7 @@ class Feed:
                 self._next_root += 1
             self.in_flight += 1
             self._left -= 1
+            self._left_of_phase -= 1
             taken.append((index, due_s))
         return taken
 
@@ -66,9 +70,21 @@ class Feed:
         self.in_flight -= 1
         for follower in self._followers[self._first_follower[index] : self._first_follower[index + 1]].tolist():
             heapq.heappush(self._released, (now_s + float(self._delay_s[follower]), follower))
+        if not self.in_flight and not self._left_of_phase and self._left:
+            self._begin(now_s)
+
+    def _begin(self, now_s: float) -> None:
+        """Let the next phase begin."""
+        phase = next(self._phases)
+        start, self._end = self._end, next(self._ends)
+        self._next_root, self._last_root = self._last_root, int(np.searchsorted(self._roots, self._end))
+        self._left_of_phase = self._end - start
+        self._late_s = now_s - phase.begin_s
+        self._limit = math.inf if phase.concurrency is None else phase.concurrency
 
     def _head(self) -> tuple[float, int]:
         root = (math.inf, -1)
-        if self._next_root < len(self._roots):
-            root = (float(self._root_time_s[self._next_root]), int(self._roots[self._next_root]))
+        if self._next_root < self._last_root:
+            due_s = float(self._root_time_s[self._next_root]) + self._late_s
+            root = (due_s, int(self._roots[self._next_root]))
         return min(root, self._released[0]) if self._released else root

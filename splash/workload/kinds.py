@@ -239,7 +239,7 @@ class Agentic(Workload):
             segment_start=start,
             segment_stream=stream,
             segment_len=length,
-            output_key=None,
+            output_stream=hashed(self.key(Draw.OWN), session[order]),
         )
 
 
@@ -259,7 +259,7 @@ def independent(
         segment_start=start,
         segment_stream=stream,
         segment_len=length,
-        output_key=workload.key(Draw.OUTPUT),
+        output_stream=hashed(workload.key(Draw.OUTPUT), np.arange(count)),
     )
 
 

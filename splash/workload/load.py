@@ -10,9 +10,12 @@ from splash.core.errors import ConfigError
 from splash.settings import build, compose, options
 from splash.workload.distributions import DISTRIBUTIONS, Constant, Distribution
 from splash.workload.kinds import Agentic, Bursts, Fixed, Poisson, RlRollout, Workload
+from splash.workload.phases import Phases
 from splash.workload.trace import Trace
 
-KINDS: dict[str, type[Workload]] = {cls.kind: cls for cls in (Fixed, Poisson, Bursts, RlRollout, Agentic, Trace)}
+KINDS: dict[str, type[Workload]] = {
+    cls.kind: cls for cls in (Fixed, Poisson, Bursts, RlRollout, Agentic, Trace, Phases)
+}
 
 
 def load(name: str, overrides: Sequence[str] = ()) -> Workload:
@@ -29,7 +32,8 @@ def load(name: str, overrides: Sequence[str] = ()) -> Workload:
 def from_mapping(mapping: Mapping[str, Any], prefix: str = "workload.") -> Workload:
     """Build the workload whose `kind` is in `mapping`; the other keys are its fields.
 
-    A distribution is a mapping with a `kind` as well, or a number, which is always that.
+    A distribution is a mapping with a `kind` as well, or a number, which is always that; each of the workloads of
+    `phases` is such a mapping too.
 
     Raises:
         ConfigError: a field is absent, unknown, or refused. `prefix` goes before its name.
@@ -39,7 +43,18 @@ def from_mapping(mapping: Mapping[str, Any], prefix: str = "workload.") -> Workl
     for name in values.keys() & hints.keys():
         if hints[name] is Distribution:
             values[name] = _distribution(values[name], f"{prefix}{name}")
+        elif hints[name] == Mapping[str, Workload]:
+            values[name] = _workloads(values[name], f"{prefix}{name}")
     return _build(cls, values, prefix)
+
+
+def _workloads(value: object, field: str) -> dict[str, Workload]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(field, f"must be a mapping of names to workloads, not {value!r}")
+    for name, mapping in value.items():
+        if not isinstance(mapping, Mapping):
+            raise ConfigError(f"{field}.{name}", f"must be a mapping with a kind, not {mapping!r}")
+    return {name: from_mapping(mapping, f"{field}.{name}.") for name, mapping in value.items()}
 
 
 def _distribution(value: object, field: str) -> Distribution:

@@ -53,6 +53,21 @@ class Arrival:
     session: int
 
 
+@dataclass(frozen=True)
+class Phase:
+    """Requests that wait until all before them have ended.
+
+    Args:
+        start: the first of them; they reach up to the next phase.
+        begin_s: when the phase begins if serving takes no time, in seconds on the clock of `Requests.time_s`.
+        concurrency: most requests in flight, None for no limit; those that would exceed it wait for any to finish.
+    """
+
+    start: int = 0
+    begin_s: float = 0.0
+    concurrency: int | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Requests:
     """N requests in order of `time_s`, arrays of one entry each; a request comes after the one that it waits for.
@@ -67,9 +82,10 @@ class Requests:
         segment_start: int64 [N + 1], request i has segments `segment_start[i]:segment_start[i + 1]`, one or more.
         segment_stream: uint64 [M], key of the stream.
         segment_len: int64 [M], tokens, at least 1.
-        output_key: key of the generated tokens, of which each request has its own; None where what is generated goes
-            on in the stream of the last segment, so that the next turn's prompt contains it.
-        concurrency: most requests in flight, None for no limit; those that would exceed it wait for any to finish.
+        output_stream: uint64 [N], key of the stream of the generated tokens. Where it is that of the last segment, they
+            go on where the prompt ends, so that the next turn's prompt contains them.
+        phases: one or more, in order, the first from request 0 and from the start; what waits for a request is of the
+            same phase.
     """
 
     time_s: Floats
@@ -81,17 +97,21 @@ class Requests:
     segment_start: Ints
     segment_stream: Bits
     segment_len: Ints
-    output_key: int | None
-    concurrency: int | None = None
+    output_stream: Bits
+    phases: tuple[Phase, ...] = (Phase(),)
 
     def __post_init__(self) -> None:
         count = len(self.time_s)
         waits = self.after >= 0
         assert all(len(column) == count for column in (self.after, self.delay_s, self.output_len, self.priority))
-        assert len(self.session) == count and len(self.segment_start) == count + 1
+        assert len(self.session) == len(self.output_stream) == count and len(self.segment_start) == count + 1
         assert len(self.segment_stream) == len(self.segment_len) == self.segment_start[-1]
         assert np.all(np.diff(self.time_s) >= 0) and np.all(self.time_s >= 0), "requests are in order of time"
         assert np.all(self.after < np.arange(count)), "a request waits for an earlier one"
+        starts = np.array([phase.start for phase in self.phases])
+        assert (starts[0] == self.phases[0].begin_s == 0 and np.all(np.diff(starts, append=count) >= 1)) or not count
+        of = np.searchsorted(starts, np.arange(count), side="right")
+        assert np.array_equal(of[self.after[waits]], of[waits]), "a request waits for one of its phase"
         assert np.all(self.delay_s >= 0) and not np.any(self.delay_s[~waits])
         assert np.all(self.output_len >= 1) and np.all(self.segment_len >= 1)
         assert np.all(np.diff(self.segment_start) >= 1), "every prompt has a token"
@@ -117,8 +137,7 @@ class Requests:
             return np.zeros(0, np.int64)
         begin, node = _chain(self.segment_start, self.segment_stream, self.segment_len)
         reach = self.segment_len.copy()
-        if self.output_key is None:
-            reach[self.segment_start[1:] - 1] += self.output_len
+        reach[self.segment_start[1:] - 1] += np.where(self.continues, self.output_len, 0)
         order = np.argsort(node, kind="stable")  # by what leads up to here and goes on; within, by request
         new_group = np.append(True, np.diff(node[order]) != 0)
         band = np.cumsum(new_group).astype(np.int64) << 33  # a running maximum that starts afresh in every group
@@ -128,9 +147,21 @@ class Requests:
         shared = np.where(earlier > 0, begin + np.minimum(self.segment_len, earlier), 0)
         return np.maximum.reduceat(shared, self.segment_start[:-1])
 
+    @cached_property
+    def continues(self) -> npt.NDArray[np.bool_]:
+        """Where the generated tokens go on in the stream of the prompt's last segment, [N]."""
+        return np.asarray(self.output_stream == self.segment_stream[self.segment_start[1:] - 1])
+
+    @property
+    def most_in_flight(self) -> int:
+        """How many requests can be in flight at once, as far as limits say."""
+        ends = [*(phase.start for phase in self.phases[1:]), len(self)]
+        counts = [end - phase.start for phase, end in zip(self.phases, ends, strict=True)]
+        return max(min(phase.concurrency or count, count) for phase, count in zip(self.phases, counts, strict=True))
+
     def limited(self, concurrency: int) -> Requests:
         """The same requests, at most `concurrency` of them in flight."""
-        return replace(self, concurrency=concurrency)
+        return replace(self, phases=tuple(replace(phase, concurrency=concurrency) for phase in self.phases))
 
     def arrivals(self, start: int = 0, stop: int | None = None) -> Iterator[Arrival]:
         """Requests `start` to `stop` as values, for code that takes one at a time."""
@@ -157,11 +188,9 @@ class Requests:
 
     def output_tokens(self, index: int, vocab_size: int, first: int = FIRST_TOKEN_ID) -> Ints:
         """Token ids that request `index` is taken to generate, int64 [output_len]."""
-        offsets = np.arange(self.output_len[index])
-        if self.output_key is not None:
-            return _token_ids(hashed(self.output_key, np.array([index])), offsets, vocab_size, first)
-        streams, lengths = self._segments(index)
-        return _token_ids(streams[-1:], lengths[-1] + offsets, vocab_size, first)
+        start = self._segments(index)[1][-1] if self.continues[index] else 0
+        offsets = start + np.arange(self.output_len[index])
+        return _token_ids(self.output_stream[index : index + 1], offsets, vocab_size, first)
 
     def block_keys(
         self, block_size: int, start: int = 0, stop: int | None = None, *, output: bool = False, partial: bool = False
@@ -184,15 +213,14 @@ class Requests:
         starts = self.segment_start[start : stop + 1] - self.segment_start[start]
         inside = slice(self.segment_start[start], self.segment_start[stop])
         streams, lengths = self.segment_stream[inside], self.segment_len[inside]
-        if output and self.output_key is None:
+        if output:
+            generated, goes_on = self.output_len[start:stop], self.continues[start:stop]
             lengths = lengths.copy()
-            lengths[starts[1:] - 1] += self.output_len[start:stop]
-        elif output:
-            assert self.output_key is not None
-            generated = hashed(self.output_key, np.arange(start, stop))
-            streams = np.insert(streams, starts[1:], generated)
-            lengths = np.insert(lengths, starts[1:], self.output_len[start:stop])
-            starts = starts + np.arange(len(starts))
+            lengths[starts[1:] - 1] += np.where(goes_on, generated, 0)
+            apart = np.flatnonzero(~goes_on)
+            streams = np.insert(streams, starts[1:][apart], self.output_stream[start:stop][apart])
+            lengths = np.insert(lengths, starts[1:][apart], generated[apart])
+            starts = starts + np.append(0, np.cumsum(~goes_on))
         begin, node = _chain(starts, streams, lengths)
         ends = np.cumsum(lengths)
         totals = np.add.reduceat(lengths, starts[:-1])

@@ -34,7 +34,8 @@ class Summary:
         last_arrival_s: arrival of the last request, were serving to take no time.
         shared_prefix_fraction: share of the prompts' tokens that an unbounded prefix cache would save; requests that
             arrive together count as if one after the other.
-        concurrency: most requests in flight, None for no limit.
+        num_phases: phases, each of which waits for the one before.
+        concurrency: most requests in flight, None for no limit in some phase.
     """
 
     num_requests: int
@@ -46,12 +47,14 @@ class Summary:
     input_len: Spread
     output_len: Spread
     shared_prefix_fraction: float
+    num_phases: int
     concurrency: int | None
 
     def table(self) -> str:
         """A few lines for people."""
         lines = [
-            f"{self.num_requests:,} requests in {self.num_sessions:,} sessions, {self.num_dependent:,} after another",
+            f"{self.num_requests:,} requests in {self.num_sessions:,} sessions, {self.num_dependent:,} after another"
+            + (f", {self.num_phases} phases" if self.num_phases > 1 else ""),
             f"last arrival {self.last_arrival_s:,.1f} s"
             + ("" if self.concurrency is None else f", at most {self.concurrency} in flight"),
             f"tokens {self.input_tokens:,} in, {self.output_tokens:,} out",
@@ -68,6 +71,7 @@ class Summary:
 def summarise(requests: Requests) -> Summary:
     """Count and measure `requests`, of which there is at least one."""
     input_tokens = int(requests.input_len.sum())
+    limits = [phase.concurrency for phase in requests.phases]
     return Summary(
         num_requests=len(requests),
         num_sessions=len(np.unique(requests.session)),
@@ -78,5 +82,6 @@ def summarise(requests: Requests) -> Summary:
         input_len=Spread.of(requests.input_len),
         output_len=Spread.of(requests.output_len),
         shared_prefix_fraction=round(int(requests.shared_len.sum()) / input_tokens, 4),
-        concurrency=requests.concurrency,
+        num_phases=len(limits),
+        concurrency=None if None in limits else max(limit for limit in limits if limit is not None),
     )

@@ -31,6 +31,13 @@ SMALL = {
     "rl_rollout": ["workload.num_prompts=5", "workload.samples=4"],
     "agentic": ["workload.num_sessions=8", "workload.system_prompt=300", "workload.num_systems=2"],
     "trace": ["workload.max_requests=40"],
+    "phases": [
+        "workload.parts.rollout.num_prompts=3",
+        "workload.parts.rollout.samples=4",
+        "workload.parts.agents.num_sessions=4",
+        "workload.parts.documents={num_requests: 3, input: 90, concurrency: 2}",
+        "workload.parts.chat={num_requests: 5, input: 40}",
+    ],
 }
 lengths = st.integers(1, 60)
 distributions = st.one_of(
@@ -84,7 +91,7 @@ def check_sharing(requests: Requests, block_size: int) -> None:
     vocab = 2**31
     prompts = [requests.tokens(i, vocab) for i in range(len(requests))]
     whole = [
-        np.concatenate([prompt, requests.output_tokens(i, vocab)]) if requests.output_key is None else prompt
+        np.concatenate([prompt, requests.output_tokens(i, vocab)]) if requests.continues[i] else prompt
         for i, prompt in enumerate(prompts)
     ]
     for i, prompt in enumerate(prompts):
@@ -113,7 +120,7 @@ def replay(requests: Requests, service_s: float) -> dict[int, tuple[float, float
             assert due <= now and index not in served
             served[index] = (now, now + service_s)
             running.append((now + service_s, index))
-        assert feed.in_flight == len(running) <= (requests.concurrency or math.inf)
+        assert feed.in_flight == len(running) <= requests.most_in_flight
         if running and min(running)[0] <= feed.next_time():
             now, index = min(running)
             running.remove((now, index))
@@ -181,6 +188,7 @@ def test_sharing_is_exact_however_prompts_are_put_together(
 ) -> None:
     parts = [part for prompt in prompts for part in prompt]
     count = len(prompts)
+    last = np.array([prompt[-1][0] for prompt in prompts], np.uint64)
     requests = Requests(
         time_s=np.zeros(count),
         after=np.full(count, -1),
@@ -191,7 +199,7 @@ def test_sharing_is_exact_however_prompts_are_put_together(
         segment_start=np.cumsum([0, *map(len, prompts)]),
         segment_stream=np.array([stream for stream, _ in parts], np.uint64),
         segment_len=np.array([length for _, length in parts], np.int64),
-        output_key=None if continues else fold(1),
+        output_stream=last if continues else hashed(fold(1), np.arange(count)),
     )
     check_sharing(requests, block_size)
 
@@ -312,6 +320,56 @@ def test_a_closed_loop_keeps_its_places_filled(concurrency: int | None) -> None:
     assert sorted(served, key=lambda index: (served[index][0], index)) == list(range(40))
 
 
+workloads = st.one_of(
+    agentic,
+    st.builds(
+        KINDS["fixed"],
+        num_requests=st.integers(1, 9),
+        input=distributions,
+        output=distributions,
+        concurrency=st.none() | st.integers(1, 4),
+    ),
+    st.builds(
+        KINDS["poisson"],
+        num_requests=st.integers(1, 9),
+        rate=st.floats(0.1, 10),
+        input=distributions,
+        output=distributions,
+        shared_prefix=st.integers(0, 30),
+    ),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(parts=st.lists(workloads, min_size=1, max_size=4), block_size=st.integers(1, 50), seed=st.integers(0, 2**63 - 1))
+def test_a_phase_is_its_workload_once_the_one_before_has_ended(parts: list[Any], block_size: int, seed: int) -> None:
+    workload = KINDS["phases"](seed=seed, priority=3, parts={f"part{n}": part for n, part in enumerate(parts)})  # type: ignore[call-arg]
+    requests = workload.requests()
+    check_sharing(requests, block_size)
+    served = replay(requests, 0.5)
+    done, began_s, most = 0, 0.0, 0
+    for number, part in enumerate(parts):
+        alone = dataclasses.replace(part, seed=fold(seed, number, part.seed)).requests()
+        phase = slice(done, done + len(alone))
+        for name in ("input_len", "output_len", "delay_s"):
+            np.testing.assert_array_equal(getattr(requests, name)[phase], getattr(alone, name))
+        assert np.all(requests.priority[phase] == part.priority + 3)
+        for index, times in replay(alone, 0.5).items():
+            assert served[done + index] == pytest.approx([began_s + time_s for time_s in times])
+        assert requests.tokens(done, VOCAB).tolist() == alone.tokens(0, VOCAB).tolist()
+        assert requests.output_tokens(done, VOCAB).tolist() == alone.output_tokens(0, VOCAB).tolist()
+        began_s = max(served[index][1] for index in range(phase.start, phase.stop))
+        done, most = phase.stop, max(most, alone.most_in_flight)
+    assert done == len(requests) and requests.most_in_flight == most
+    assert len(np.unique(requests.session)) == sum(len(np.unique(part.requests().session)) for part in parts)
+
+
+def test_parts_of_one_kind_and_seed_draw_different_requests() -> None:
+    part = {"kind": "fixed", "num_requests": 3, "input": 50, "output": 4}
+    requests = from_mapping({"kind": "phases", "parts": {"one": part, "two": part}}).requests()
+    assert len(requests) == 6 and requests.shared_len.sum() == 0
+
+
 def test_a_feed_releases_nothing_before_its_time() -> None:
     requests = small("agentic")
     feed = Feed(requests)
@@ -427,6 +485,10 @@ def test_a_missing_or_empty_trace_is_refused(tmp_path: Path, content: str | None
         ("agentic", "max_context=3000", "workload.max_context", "at least 3002"),
         ("trace", "rate_scale=0", "workload.rate_scale", "above 0"),
         ("trace", "kind=tracee", "workload.kind", "must be one of fixed"),
+        ("phases", "parts.agents.rate=0", "workload.parts.agents.rate", "must be above 0, not 0"),
+        ("phases", "parts.agents.kind=agent", "workload.parts.agents.kind", "must be one of fixed"),
+        ("phases", "parts=4", "workload.parts", "must be a mapping of names to workloads, not 4"),
+        ("phases", "parts.agents=4", "workload.parts.agents", "must be a mapping with a kind, not 4"),
         ("nothing", "seed=0", "workload", "unknown workload 'nothing'; choose one of agentic"),
     ],
 )
@@ -458,6 +520,10 @@ def test_the_summary_counts(tmp_path: Path) -> None:
     assert (summary.input_tokens, summary.output_tokens, summary.last_arrival_s) == (2510, 56, 2.5)
     assert summary.input_len.p50 == 1000 and summary.output_len.max == 50
     assert summary.shared_prefix_fraction == pytest.approx(1000 / 2510, abs=1e-4)
+    assert (summary.num_phases, summary.concurrency) == (1, None)
+    phases = summarise(small("phases"))
+    assert (phases.num_phases, phases.concurrency) == (4, None) and "4 phases" in phases.table()
+    assert summarise(small("phases", "~workload.parts.rollout", "~workload.parts.agents")).concurrency == 4
     agents = summarise(small("agentic"))
     assert agents.num_sessions == 8 and agents.num_dependent == agents.num_requests - 8
 
