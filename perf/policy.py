@@ -77,29 +77,25 @@ class Recipe:
         return load(name, [*counts, *(f"workload.{option}" for option in self.rest)]).requests()
 
 
+# Many short generations, which leave a few that are ten times as long.
+ROLLOUT = (
+    "samples=4",
+    "input={kind: lognormal, average: 80, sigma: 0.6, low: 32, high: 256}",
+    "output={kind: lognormal, average: 80, sigma: 1.1, low: 8, high: 480}",
+)
+# Sessions that begin together, and go on turn by turn with all that came before.
+AGENTS = (
+    "turns={kind: lognormal, average: 3, sigma: 0.7, low: 1, high: 6}",
+    "input={kind: lognormal, average: 150, sigma: 0.8, low: 16, high: 600}",
+    "tool={kind: lognormal, average: 100, sigma: 1.0, low: 0, high: 400}",
+    "output={kind: lognormal, average: 60, sigma: 0.9, low: 8, high: 300}",
+    "think={kind: lognormal, average: 0.2, sigma: 0.8, low: 0.02, high: 1}",
+    "system_prompt=300",
+    "max_context=3000",
+)
 WORKLOADS = {
-    # Many short generations, which leave a few that are ten times as long.
-    "rl_rollout": Recipe(
-        {"num_prompts": 12},
-        (
-            "samples=4",
-            "input={kind: lognormal, average: 80, sigma: 0.6, low: 32, high: 256}",
-            "output={kind: lognormal, average: 80, sigma: 1.1, low: 8, high: 480}",
-        ),
-    ),
-    # Sessions that begin together, and go on turn by turn with all that came before.
-    "agentic": Recipe(
-        {"num_sessions": 8, "rate": 8},
-        (
-            "turns={kind: lognormal, average: 3, sigma: 0.7, low: 1, high: 6}",
-            "input={kind: lognormal, average: 150, sigma: 0.8, low: 16, high: 600}",
-            "tool={kind: lognormal, average: 100, sigma: 1.0, low: 0, high: 400}",
-            "output={kind: lognormal, average: 60, sigma: 0.9, low: 8, high: 300}",
-            "think={kind: lognormal, average: 0.2, sigma: 0.8, low: 0.02, high: 1}",
-            "system_prompt=300",
-            "max_context=3000",
-        ),
-    ),
+    "rl_rollout": Recipe({"num_prompts": 12}, ROLLOUT),
+    "agentic": Recipe({"num_sessions": 8, "rate": 8}, AGENTS),
     "bursts": Recipe(
         {"num_requests": 60, "rate_on": 24, "rate_off": 1},
         (
@@ -117,8 +113,28 @@ WORKLOADS = {
         ),
     ),
     "fixed": Recipe({"num_requests": 32, "concurrency": 16}, ("input=256", "output=96")),
+    # A rollout, a burst of agents, a few long prompts, and a few short requests, each once the one before has ended.
+    "phases": Recipe(
+        {
+            "parts.rollout.num_prompts": 8,
+            "parts.agents.num_sessions": 6,
+            "parts.agents.rate": 6,
+            "parts.documents.num_requests": 6,
+            "parts.chat.num_requests": 8,
+        },
+        (
+            *(f"parts.rollout.{option}" for option in ROLLOUT),
+            *(f"parts.agents.{option}" for option in AGENTS),
+            "parts.documents.concurrency=2",
+            "parts.documents.input=3000",
+            "parts.documents.output=32",
+            "parts.chat.concurrency=2",
+            "parts.chat.input=64",
+            "parts.chat.output=64",
+        ),
+    ),
 }
-COMPARED = ("rl_rollout", "agentic")
+COMPARED = ("rl_rollout", "agentic", "phases")
 
 
 @dataclass
