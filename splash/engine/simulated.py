@@ -287,7 +287,7 @@ class Simulation:
         for request in self.recorder.progressed(loop.finish(), self.clock.now):
             self._end(request)
         if not (self._every_step or loop.switcher.active is not None or self.recorder.waits_for_tokens):
-            self._decode(min(limit_s, self.recorder.next_row_s, loop.steering.next_s))
+            self._decode(min(limit_s, loop.steering.next_s))
         loop.begin()
         if self._copy_bytes is None:
             loop.switcher.step_bytes = self._executor.copy_bytes
@@ -302,11 +302,14 @@ class Simulation:
         while run.left and clock.now < until_s and run.grow():
             load, somebody_comes = run.load, feed.next_time() <= clock.now
             seconds = self._executor.seconds(layout, load)
-            recorder.decoded(layout.name, load, seconds)
+            recorder.began(layout.name, load, seconds)
+            if clock.now >= recorder.next_row_s:
+                recorder.sample(clock.now, layout.name)
             if somebody_comes:  # before the step is collected
                 self._let_arrive()
             clock.now += seconds
             run.step()
+            recorder.decoded(load)
             if somebody_comes:
                 break
         run.end()
