@@ -114,17 +114,15 @@ class PrefixCache(PagePool):
     def share(self, held: HeldPages, pages: Sequence[CachedPage]) -> None:
         """Give a request without pages those that it shares."""
         assert not len(held)
-        for page in pages:
-            assert page.place == self._place(held.owner) and page.number == len(held.ids)
+        place = self._place(held.owner)
+        for number, page in enumerate(pages):
+            assert page.place == place and page.number == number
             if not page.refs:
                 self._idle.remove(page)
                 self._waits += self._clock - page.released
             page.refs += 1
-            held.ids.append(page.id)
-            for rank in page.ranks:
-                held.counts[rank] += 1
-                held.last[rank] = page.slots[rank]
-        held.table.append(*[page.slots for page in pages])
+        held.ids += [page.id for page in pages]
+        held.table.append_all([page.slots for page in pages])
 
     def enter(self, held: HeldPages, number: int, keys: Keys) -> None:
         """Let others find a page of a request, now that it is full and written. `keys` are those of its first pages.

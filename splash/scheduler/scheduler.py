@@ -32,7 +32,7 @@ from msgspec import structs
 from splash.core.pages import HeldPages
 from splash.core.request import SamplingParams
 from splash.core.step import PENDING_TOKEN, NewRequest, StepOutput, StepPlan
-from splash.scheduler.admission import Admission, Place, check_capacity, check_request, holds_any, is_stuck
+from splash.scheduler.admission import Admission, Place, check_capacity, check_request, is_stuck
 from splash.scheduler.chunks import Batch, Prompt
 from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.prefix_cache import Keys, PrefixCache, extend_keys
@@ -461,7 +461,7 @@ class Scheduler:
         while not self.pool.grow(held, 1):
             lacking = self.pool.lacking(held.owner, len(held), 1)
             victim = len(running) - 1
-            while victim > index and not holds_any(_held(running[victim]), lacking):
+            while victim > index and not self.pool.lies_on(_held(running[victim]), lacking):
                 victim -= 1
             self._preempt(victim)
             if victim == index:
