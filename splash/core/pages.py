@@ -94,6 +94,11 @@ class PageTable:
             return tuple(self._tail[first : stop - self._length])
         return tuple(map(tuple, self.slots_cT[start:stop].tolist()))
 
+    def row(self, number: int) -> tuple[int, ...]:
+        """The page of that number, for a message."""
+        at = number - self._length
+        return self._tail[at] if at >= 0 else tuple(self._buffer[number].tolist())
+
     def from_end(self, count: int) -> tuple[int, ...] | None:
         """The page with `count` - 1 behind it, None where there are fewer."""
         if len(self._tail) >= count:
@@ -267,15 +272,14 @@ class PagePool:
         for allocator, need in zip(self._allocators, needs, strict=True):
             if need > allocator.num_free:
                 return False
-        pages = [[NO_SLOT] * self.ranks for _ in range(count)]
+        columns = [[NO_SLOT] * count for _ in range(self.ranks)]
         for at in range(min(count, self._period)):
             number = first + at
             before = held.table.from_end(self._period - at)
             for rank in table.of(number):
-                slots = self._allocators[rank].allocate(needs[rank], None if before is None else before[rank])
-                for page, slot in zip(pages[at :: self._period], slots, strict=True):
-                    page[rank] = slot
-        held.table.append_all(map(tuple, pages))
+                last = None if before is None else before[rank]
+                columns[rank][at :: self._period] = self._allocators[rank].allocate(needs[rank], last)
+        held.table.append_all(zip(*columns, strict=True))
         held.ids += self._new_ids(count)
         return True
 

@@ -135,7 +135,7 @@ class PrefixCache(PagePool):
             if place in copies:
                 return
             held.ids[number] = next(iter(copies.values())).id  # which all of them have
-        (slots,) = held.table.rows(number, number + 1)
+        slots = held.table.row(number)
         parent = keys[number - 1] if number else b""
         ranks = self._holders[held.owner].of(number)
         self._add(CachedPage(key, parent, number, held.ids[number], place, slots, 1, 0, ranks))
@@ -149,7 +149,7 @@ class PrefixCache(PagePool):
 
     @property
     def num_free(self) -> list[int]:
-        return [free + idle for free, idle in zip(super().num_free, self._idle.num_T, strict=True)]
+        return [own.num_free + idle for own, idle in zip(self._allocators, self._idle.num_T, strict=True)]
 
     @property
     def num_wanted(self) -> int:

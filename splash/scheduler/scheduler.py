@@ -197,11 +197,13 @@ class Scheduler:
         if self.config.prefix_cache:
             enter_pages(self.pool, step.filling, self.config.page_size)
         retired, self._aborted_in_flight = self._aborted_in_flight, []
+        tokens_T = self._tokens
         for request in step.sampled:
             if request.live:
-                tokens = request.tokens
+                tokens, held = request.tokens, request.held
+                assert held is not None
                 tokens.append(PENDING_TOKEN)
-                self._tokens[_held(request).owner] += 1
+                tokens_T[held.owner] += 1
                 if len(tokens) >= request.most_tokens:
                     self._ending.append(request)
         self._retire_all(retired + self._ending)
@@ -218,31 +220,15 @@ class Scheduler:
         if output.epoch == self.epoch:
             self._pool_before = None
         self._ending = []
-        progress: list[Progress] = []
-        retired: list[Request] = []
-        eos_token_ids, failures = self.config.eos_token_ids, dict(output.failures)
         for id, position, scores in output.scores:
             if id in self._requests:
                 self._requests[id].take_scores(position, scores)
-        for request, token, logprob in zip(step.sampled, output.tokens, output.logprobs, strict=True):
-            if not request.live:
-                continue
-            tokens = request.tokens
-            tokens[-1] = token
-            finish_reason: str | None = None
-            stop_reason: int | str | None = None
-            if token in request.stops or len(tokens) >= request.most_tokens or failures:
-                failure = failures.get(request.id)
-                finish_reason, stop_reason = request.finish(eos_token_ids) if failure is None else ("error", failure)
-            if finish_reason is not None:
-                del self._requests[request.id]
-                request.live = False
-                if request.held is not None:
-                    retired.append(request)
-                elif not request.has_all_tokens:  # preempted since
-                    self._finished.append(request.id)
-            progress.append(request.progress(logprob, finish_reason, stop_reason))
-        self._retire_all(retired)
+        progress, ended = step.take(output, self.config.eos_token_ids)
+        for request in ended:
+            del self._requests[request.id]
+            if request.held is None and not request.has_all_tokens:  # preempted since
+                self._finished.append(request.id)
+        self._retire_all([request for request in ended if request.held is not None])
         return progress
 
     def first_is_stuck(self) -> tuple[bool, Keys]:
@@ -369,16 +355,18 @@ class Scheduler:
         """Give each running request with one token to compute the page that it needs. Returns the step so far."""
         page_size = self.config.page_size
         chunks: list[Prompt] = []
-        growing: list[Request] = []
+        growing: list[HeldPages] = []
         for request in self._running:
-            start = request.num_computed
+            start, held = request.num_computed, request.held
+            assert held is not None
             left = len(request.tokens) - start
             if left > 1:
-                chunks.append(Prompt(request.order, left, request, _held(request).owner))
-            elif start % page_size == 0 and len(_held(request).ids) * page_size == start:
-                growing.append(request)
-        if growing and not self.pool.grow_each([_held(request) for request in growing]):
-            for request in growing:
+                chunks.append(Prompt(request.order, left, request, held.owner))
+            elif not start % page_size and len(held.ids) * page_size == start:
+                growing.append(held)
+        if growing and not self.pool.grow_each(growing):
+            wanting = set(growing)
+            for request in [request for request in self._running if request.held in wanting]:
                 if request.held is not None:  # else preempted for one before it
                     self._grow(self._running.index(request))
             chunks = [chunk for chunk in chunks if chunk.request.held is not None]
@@ -445,7 +433,10 @@ class Scheduler:
                 self._count_found(request, 1)
         grown = self.pool.grow(request.held, admission.num_pages - len(request.held))
         assert grown
-        insort(self._running, request, key=_by_order)
+        if self._running and request.order < self._running[-1].order:
+            insort(self._running, request, key=_by_order)
+        else:
+            self._running.append(request)
         self._tokens[place.owner] += len(request.tokens)
         self._owned[place.owner] += 1
 
