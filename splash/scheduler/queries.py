@@ -67,12 +67,15 @@ class Rows:
         queries: by owner.
         sampled: by owner, the requests that get a token, in the same order.
         filling: who fills which pages.
+        turning: the requests whose next step is not one row in a page that they have: they have more tokens left, or
+            begin a page.
     """
 
     def __init__(self, ranks: int) -> None:
         self.queries: list[list[Query]] = [[] for _ in range(ranks)]
         self.sampled: list[list[Request]] = [[] for _ in range(ranks)]
         self.filling: list[Filling] = []
+        self.turning: list[Request] = []
 
 
 def make_rows(running: Sequence[Request], batch: Batch, ranks: int, page_size: int) -> Rows:
@@ -85,7 +88,7 @@ def make_rows(running: Sequence[Request], batch: Batch, ranks: int, page_size: i
         page_size: token positions a page.
     """
     made = Rows(ranks)
-    queries, sampled, filling = made.queries, made.sampled, made.filling
+    queries, sampled, filling, turning = made.queries, made.sampled, made.filling, made.turning
     chunks = {chunk.request for chunk in batch.chunks}
     last_offset = page_size - 1
     for request in running:
@@ -98,8 +101,9 @@ def make_rows(running: Sequence[Request], batch: Batch, ranks: int, page_size: i
         if not offset:
             page = start // page_size
             new_pages = (held.table.row(page),)
-        elif offset == last_offset:
+        if offset == last_offset:
             filling.append((request, start // page_size, start // page_size + 1))
+            turning.append(request)
         owner = held.owner
         queries[owner].append(Query(request.id, start, (request.tokens[start],), owner, True, new_pages))
         sampled[owner].append(request)
@@ -107,8 +111,10 @@ def make_rows(running: Sequence[Request], batch: Batch, ranks: int, page_size: i
     for count, (_, left, request, _) in zip(batch.rows(), batch.chunks, strict=True):
         held, start = request.held, request.num_computed
         assert held is not None
+        end = start + count
+        if count < left or end % page_size == 0:
+            turning.append(request)
         if count:
-            end = start + count
             # The ranks have not heard of the pages before its first chunk.
             pages = held.table.rows(0 if request in batch.new else -(-start // page_size), -(-end // page_size))
             # A prompt that is computed at once is not copied.

@@ -75,6 +75,8 @@ class Scheduler:
         self._requests: dict[int, Request] = {}  # the live ones
         self._waiting = WaitingQueue()
         self._running: list[Request] = []  # in order of service
+        # See `Rows`, as of the last step, some of which may have lost their pages since. None where that is not known.
+        self._turning: list[Request] | None = None
         self._tokens = [0] * pool.ranks  # of running requests, by owner
         self._owned = [0] * pool.ranks  # running requests, by owner
         self._in_flight: deque[PlannedStep] = deque()
@@ -161,7 +163,9 @@ class Scheduler:
         new = [request.new for request in sorted(batch.new, key=_by_order) if not request.announced]
         for request in batch.new:
             request.announced = True
-        return self._plan(make_rows(self._running, batch, self.pool.ranks, self.config.page_size), new)
+        rows = make_rows(self._running, batch, self.pool.ranks, self.config.page_size)
+        self._turning = rows.turning
+        return self._plan(rows, new)
 
     def schedule_empty(self) -> StepPlan:
         """Plan a step without rows, for what it carries beside them."""
@@ -242,6 +246,7 @@ class Scheduler:
         """Count steps that were planned and applied elsewhere: `splash.scheduler.decode_run`."""
         self._step += num_steps
         self._released, self._finished = [], []
+        self._turning = None
         self._count_by_owner()
 
     def rebase(self, pool: PrefixCache, held: Mapping[int, HeldPages]) -> Rebase:
@@ -280,6 +285,7 @@ class Scheduler:
         (step,) = self._in_flight  # the one after the rebase
         plan = step.plan
         self._in_flight.clear()
+        self._turning = None
         self._pool_before = None
         after, self.pool = self.pool, before.pool
         self.epoch -= 1
@@ -356,9 +362,10 @@ class Scheduler:
         page_size = self.config.page_size
         chunks: list[Prompt] = []
         growing: list[HeldPages] = []
-        for request in self._running:
+        for request in self._running if self._turning is None else sorted(self._turning, key=_by_order):
             start, held = request.num_computed, request.held
-            assert held is not None
+            if held is None:
+                continue
             left = len(request.tokens) - start
             if left > 1:
                 chunks.append(Prompt(request.order, left, request, held.owner))
