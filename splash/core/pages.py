@@ -334,12 +334,10 @@ class PagePool:
 
     def release(self, *given_up: HeldPages) -> None:
         """Free all pages of some requests, whose tables are empty afterwards."""
-        freed: list[list[int]] = [[] for _ in range(self.ranks)]
-        for held in given_up:
+        for held in given_up:  # one by one: the slots of a request mostly follow one another
             for rank in self._holders[held.owner].always or range(self.ranks):
-                freed[rank] += held.table.list_on(rank)
+                self._allocators[rank].free(held.table.list_on(rank))
             held.clear()
-        self.free(freed)
 
 
 def _slots_in_use(residents: Sequence[HeldPages], ranks: int) -> list[np.ndarray]:
