@@ -16,8 +16,8 @@ from splash.scheduler.prefix_cache import Keys, PrefixCache
 Order = tuple[int, int]  # priority, arrival
 
 
-class Progress(msgspec.Struct, frozen=True):
-    """One new token of one request.
+class Progress(msgspec.Struct, frozen=True, gc=False):
+    """One new token of one request. As nothing in it can be part of a cycle, the garbage collector does not look at it.
 
     Attributes:
         id: the request.
