@@ -11,7 +11,7 @@ rank may have a copy of what another has. Everywhere else there is one place, 0.
 from __future__ import annotations
 
 import hashlib
-from array import array
+import struct
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
@@ -34,8 +34,8 @@ def extend_keys(keys: list[bytes], tokens: Sequence[int], page_size: int, num_pa
     first = len(keys)
     if first >= num_pages:
         return
-    content = array("i", tokens[first * page_size : num_pages * page_size])
-    data, size = content.tobytes(), content.itemsize * page_size
+    data = struct.pack(f"{(num_pages - first) * page_size}i", *tokens[first * page_size : num_pages * page_size])
+    size = len(data) // (num_pages - first)
     key = keys[-1] if keys else b""
     for start in range(0, len(data), size):
         key = hashlib.blake2b(key + data[start : start + size], digest_size=KEY_BYTES).digest()
@@ -243,7 +243,7 @@ class PrefixCache(PagePool):
     def _add(self, page: CachedPage) -> None:
         self._by_key.setdefault(page.key, {})[page.place] = page
         self._by_id[page.id, page.place] = page
-        if (page.key, page.place) in self._missed:
+        if self._missed and (page.key, page.place) in self._missed:
             self._missed.clear()
             self._idle.forget()
 
