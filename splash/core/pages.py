@@ -6,18 +6,22 @@ A page table serves every layer, so a page is one slot number on each rank that 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import repeat
 from typing import Self
 
 import numpy as np
 
-from splash.core.layout import Layout
+from splash.core.layout import KV, Layout
 from splash.core.memory import ArenaGeometry
 from splash.core.ownership import page_holders
 from splash.core.slots import PageAllocator
 from splash.core.step import NO_SLOT
 
 MAX_TAIL = 64  # pages of a table that are kept as they came
+FIRST_ROWS = 8  # of a table's array, once it has any
+_NOWHERE = repeat(NO_SLOT)  # the slots of some pages on a rank that holds none of them
 
 
 class PageTable:
@@ -30,7 +34,7 @@ class PageTable:
     __slots__ = ("_buffer", "_length", "_tail")
 
     def __init__(self, ranks: int, pages: Iterable[Sequence[int]] | np.ndarray = ()) -> None:
-        self._buffer = np.empty((8, ranks), dtype=np.int32)
+        self._buffer = _no_rows(ranks)
         self._length = 0  # in the buffer
         self._tail: list[tuple[int, ...]] = []  # the pages after those
         self._store(pages if isinstance(pages, np.ndarray) else list(pages))
@@ -51,7 +55,13 @@ class PageTable:
             self._store_tail()
             self._store(pages)
 
-    def append(self, *pages: tuple[int, ...]) -> None:
+    def append(self, page: tuple[int, ...]) -> None:
+        """Append a page, as T slots, which `rows` is about to be asked for."""
+        self._tail.append(page)
+        if len(self._tail) > MAX_TAIL:
+            self._store_tail()
+
+    def append_all(self, pages: Iterable[tuple[int, ...]]) -> None:
         """Append a few pages, each as T slots, which `rows` is about to be asked for."""
         self._tail += pages
         if len(self._tail) > MAX_TAIL:
@@ -66,7 +76,7 @@ class PageTable:
             return
         end = self._length + len(pages)
         if end > len(self._buffer):
-            grown = np.empty((max(end, 2 * len(self._buffer)), self._buffer.shape[1]), dtype=np.int32)
+            grown = np.empty((max(end, 2 * len(self._buffer), FIRST_ROWS), self._buffer.shape[1]), dtype=np.int32)
             grown[: self._length] = self._buffer[: self._length]
             self._buffer = grown
         self._buffer[self._length : end] = pages
@@ -84,6 +94,18 @@ class PageTable:
             return tuple(self._tail[first : stop - self._length])
         return tuple(map(tuple, self.slots_cT[start:stop].tolist()))
 
+    def row(self, number: int) -> tuple[int, ...]:
+        """The page of that number, for a message."""
+        at = number - self._length
+        return self._tail[at] if at >= 0 else tuple(self._buffer[number].tolist())
+
+    def from_end(self, count: int) -> tuple[int, ...] | None:
+        """The page with `count` - 1 behind it, None where there are fewer."""
+        if len(self._tail) >= count:
+            return self._tail[-count]
+        number = len(self) - count
+        return tuple(self._buffer[number].tolist()) if number >= 0 else None
+
     def slots_on(self, rank: int) -> np.ndarray:
         """The slots of `rank` in page order, int32."""
         slots = self.slots_cT[:, rank]
@@ -91,13 +113,22 @@ class PageTable:
 
     def list_on(self, rank: int) -> list[int]:
         """The same as a list, and sooner where the pages are few."""
+        tail = [page[rank] for page in self._tail if page[rank] != NO_SLOT]
+        if not self._length:
+            return tail
         stored = self._buffer[: self._length, rank]
-        slots: list[int] = stored[stored != NO_SLOT].tolist() if self._length else []
-        return slots + [page[rank] for page in self._tail if page[rank] != NO_SLOT]
+        slots: list[int] = stored[stored != NO_SLOT].tolist()
+        return slots + tail
 
     def clear(self) -> None:
         """Forget all pages."""
         self._length, self._tail = 0, []
+
+
+@lru_cache
+def _no_rows(ranks: int) -> np.ndarray:
+    """What tables without an array have in its place."""
+    return np.empty((0, ranks), dtype=np.int32)
 
 
 class HeldPages:
@@ -108,11 +139,9 @@ class HeldPages:
         table: its pages.
         ids: a number for each page that says what is in it: pages of one number are copies of each other, and in one
             table or in several they are the same page where they lie in the same slot.
-        counts: pages on each rank.
-        last: slot of the last page on each rank, None where it holds none.
     """
 
-    __slots__ = ("counts", "ids", "last", "owner", "table")
+    __slots__ = ("ids", "owner", "table")
 
     def __init__(
         self,
@@ -126,14 +155,6 @@ class HeldPages:
         self.table = PageTable(ranks, pages)
         self.ids = list(ids) if ids is not None else []
         assert ids is None or len(self.ids) == len(self.table)
-        self.counts = [0] * ranks
-        self.last: list[int | None] = [None] * ranks
-        if len(self.table):
-            slots_cT = self.table.slots_cT
-            is_held = slots_cT != NO_SLOT
-            self.counts = np.count_nonzero(is_held, axis=0).tolist()
-            last_T = len(slots_cT) - 1 - is_held[::-1].argmax(axis=0)
-            self.last = [int(slots_cT[at, rank]) if self.counts[rank] else None for rank, at in enumerate(last_T)]
 
     def __len__(self) -> int:
         return len(self.table)
@@ -142,8 +163,6 @@ class HeldPages:
         """Hold nothing, for the same owner."""
         self.table.clear()
         self.ids.clear()
-        self.counts = [0] * len(self.counts)
-        self.last = [None] * len(self.last)
 
 
 class PagePool:
@@ -168,11 +187,12 @@ class PagePool:
         self.layout = layout
         self.ranks = len(slots)
         self._holders = [HolderTable(layout, owner, self.ranks) for owner in range(self.ranks)]
-        self._blank = (NO_SLOT,) * self.ranks
+        # Pages so many apart have the same holders, and these none of the pages between.
+        self._period = self.ranks if layout.kv is KV.POSITION else 1
         residents = list(resident)
         self._next_id = max((max(held.ids) for held in residents if held.ids), default=-1) + 1
         for held in residents:
-            assert not len(held) or held.counts == self._holders[held.owner].needs(0, len(held))
+            assert np.count_nonzero(held.table.slots_cT != NO_SLOT, axis=0).tolist() == self.counts(held)
             if len(held.ids) < len(held):
                 held.ids = self._new_ids(len(held))
         used = [
@@ -217,44 +237,49 @@ class PagePool:
         needs = self._holders[owner].needs(first, count)
         return [rank for rank, free in enumerate(self.num_free) if needs[rank] > free]
 
+    def counts(self, held: HeldPages) -> list[int]:
+        """Pages of a request on each rank."""
+        return self._holders[held.owner].needs(0, len(held))
+
+    def lies_on(self, held: HeldPages, ranks: Sequence[int]) -> bool:
+        """Whether some pages of a request lie on one of `ranks`."""
+        counts = self.counts(held)
+        return any([counts[rank] for rank in ranks])
+
     def grow(self, held: HeldPages, count: int) -> bool:
         """Add `count` pages to a request on the ranks that hold them. Where any rank lacks one, add none: False."""
         first, table = len(held.ids), self._holders[held.owner]
-        if table.only is not None:
-            return self._grow_on(table.only, held, count)
+        if table.always is None and count != 1:
+            return self._grow_striped(table, held, count)
+        ranks = table.always or table.of(first)
+        if not count:
+            return True
+        for rank in ranks:
+            if count > self._allocators[rank].num_free:
+                return False
+        before = held.table.from_end(self._period)
+        columns: list[Iterable[int]] = [_NOWHERE] * self.ranks
+        for rank in ranks:
+            columns[rank] = self._allocators[rank].allocate(count, None if before is None else before[rank])
+        held.table.append_all(zip(*columns, strict=False))
+        held.ids += self._new_ids(count)
+        return True
+
+    def _grow_striped(self, table: HolderTable, held: HeldPages, count: int) -> bool:
+        """`grow` where pages lie on one rank after the other."""
+        first = len(held.ids)
         needs = table.needs(first, count)
         for allocator, need in zip(self._allocators, needs, strict=True):
             if need > allocator.num_free:
                 return False
-        supplies: list[Iterator[int]] = []
-        for rank, need in enumerate(needs):
-            slots: list[int] = []
-            if need:
-                slots = self._allocators[rank].allocate(need, held.last[rank])
-                held.last[rank] = slots[-1]
-                held.counts[rank] += need
-            supplies.append(iter(slots))
-        pages = []
-        for number in range(first, first + count):
-            page = list(self._blank)
+        columns = [[NO_SLOT] * count for _ in range(self.ranks)]
+        for at in range(min(count, self._period)):
+            number = first + at
+            before = held.table.from_end(self._period - at)
             for rank in table.of(number):
-                page[rank] = next(supplies[rank])
-            pages.append(tuple(page))
-        held.table.append(*pages)
-        held.ids += self._new_ids(count)
-        return True
-
-    def _grow_on(self, rank: int, held: HeldPages, count: int) -> bool:
-        """`grow` where one rank holds every page of the request."""
-        allocator = self._allocators[rank]
-        if count > allocator.num_free:
-            return False
-        slots = allocator.allocate(count, held.last[rank])
-        if slots:
-            held.last[rank] = slots[-1]
-            held.counts[rank] += count
-        before, after = self._blank[:rank], self._blank[rank + 1 :]
-        held.table.append(*[(*before, slot, *after) for slot in slots])
+                last = None if before is None else before[rank]
+                columns[rank][at :: self._period] = self._allocators[rank].allocate(needs[rank], last)
+        held.table.append_all(zip(*columns, strict=True))
         held.ids += self._new_ids(count)
         return True
 
@@ -262,7 +287,8 @@ class PagePool:
         """Add a page to each of several requests, as `grow` does to one. Where any rank lacks one, add none: False."""
         groups: dict[tuple[int, ...], list[HeldPages]] = {}  # by the ranks that hold the page
         for held in growing:
-            ranks = self._holders[held.owner].of(len(held.ids))
+            table = self._holders[held.owner]
+            ranks = table.always or table.of(len(held.ids))
             if ranks in groups:
                 groups[ranks].append(held)
             else:
@@ -270,15 +296,15 @@ class PagePool:
         for rank, allocator in enumerate(self._allocators):
             if sum([len(group) for ranks, group in groups.items() if rank in ranks]) > allocator.num_free:
                 return False
+        period = self._period
         for ranks, group in groups.items():
-            columns = [self._allocators[rank].allocate_each([held.last[rank] for held in group]) for rank in ranks]
-            before, after = self._blank[: ranks[0]], self._blank[ranks[-1] + 1 :]
-            for rank, column in zip(ranks, columns, strict=True):
-                for held, slot in zip(group, column, strict=True):
-                    held.last[rank] = slot
-                    held.counts[rank] += 1
-            pages = [(*before, *slots, *after) for slots in zip(*columns, strict=True)]
-            for held, page, id in zip(group, pages, self._new_ids(len(group)), strict=True):
+            before = [held.table.from_end(period) for held in group]
+            columns: list[Iterable[int]] = [_NOWHERE] * self.ranks
+            for rank in ranks:
+                last = [None if page is None else page[rank] for page in before]
+                columns[rank] = self._allocators[rank].allocate_each(last)
+            pages = zip(*columns, strict=False)
+            for held, page, id in zip(group, pages, self._new_ids(len(group)), strict=False):
                 held.table.append(page)
                 held.ids.append(id)
         return True
@@ -308,13 +334,10 @@ class PagePool:
 
     def release(self, *given_up: HeldPages) -> None:
         """Free all pages of some requests, whose tables are empty afterwards."""
-        freed: list[list[int]] = [[] for _ in range(self.ranks)]
-        for held in given_up:
-            for rank, count in enumerate(held.counts):
-                if count:
-                    freed[rank] += held.table.list_on(rank)
+        for held in given_up:  # one by one: the slots of a request mostly follow one another
+            for rank in self._holders[held.owner].always or range(self.ranks):
+                self._allocators[rank].free(held.table.list_on(rank))
             held.clear()
-        self.free(freed)
 
 
 def _slots_in_use(residents: Sequence[HeldPages], ranks: int) -> list[np.ndarray]:
@@ -337,15 +360,14 @@ class HolderTable:
     It depends on a number only through its remainder by T, so T numbers say all.
 
     Attributes:
-        only: the rank that alone holds every page, where there is one.
+        always: the ranks that hold every page, where all pages have the same holders.
     """
 
     def __init__(self, layout: Layout, owner: int, ranks: int) -> None:
         held = page_holders(np.arange(ranks), np.full(ranks, owner), layout, ranks)
         self._ranks = ranks
         self._holders = [tuple(np.flatnonzero(row).tolist()) for row in held]
-        self.only = self._holders[0][0] if len(set(self._holders)) == len(self._holders[0]) == 1 else None
-        assert all([len(own) == own[-1] - own[0] + 1 for own in self._holders]), "holders are neighbours"
+        self.always = self._holders[0] if len(set(self._holders)) == 1 else None
         # By number below 2 T: pages on each rank of those before it.
         sums = np.cumsum(np.concatenate((np.zeros((1, ranks), dtype=np.int64), held, held)), axis=0)
         self._before: list[list[int]] = sums.tolist()

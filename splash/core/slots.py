@@ -190,11 +190,15 @@ def _runs(slots: Sequence[int] | np.ndarray) -> Iterator[tuple[int, int]]:
             strict=True,
         )
         return
-    few = sorted(map(int, slots))
-    start = few[0] if few else 0
+    if not len(slots):
+        return
+    few = sorted(slots.tolist() if isinstance(slots, np.ndarray) else slots)
+    start = few[0]
+    if few == list(range(start, start + len(few))):
+        yield start, start + len(few)
+        return
     for before, slot in itertools.pairwise(few):
         if slot != before + 1:
             yield start, before + 1
             start = slot
-    if few:
-        yield start, few[-1] + 1
+    yield start, few[-1] + 1

@@ -31,13 +31,13 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True):
     output: tuple[int, ...] = ()
 
 
-class Query(msgspec.Struct, frozen=True, array_like=True):
+class Query(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The rows of one request in a step.
 
     `tokens` are the token ids at positions start, start + 1, ..., the last of them perhaps `PENDING_TOKEN`; `new_pages`
     are the pages that the rows are the first to need, in page order, each as T slots (slot on rank r, or NO_SLOT);
     `sample` asks for a token after the last row, `score` for the log-probability that each row gives to the next token
-    of the prompt.
+    of the prompt. As nothing in it can be part of a cycle, the garbage collector does not look at it.
     """
 
     request: int

@@ -13,6 +13,7 @@ import numpy as np
 from splash.core.layout import Layout
 from splash.core.memory import ArenaGeometry
 from splash.core.ownership import weight_holders
+from splash.core.pages import PagePool
 from splash.core.step import NO_SLOT
 from splash.scheduler.request import Request
 from splash.scheduler.scheduler import Scheduler
@@ -129,7 +130,7 @@ def picture(scheduler: Scheduler, geometry: ArenaGeometry, names: Mapping[int, s
         slot_bytes=geometry.slot_bytes,
         slots=geometry.num_slots,
         slots_per_cell=slots_per_cell,
-        running=tuple(_running(request, names) for request in shown),
+        running=tuple(_running(request, scheduler.pool, names) for request in shown),
         waiting=tuple(
             WaitingRequest(id=_name(request, names), priority=request.priority, tokens=len(request.tokens))
             for request in queue
@@ -142,7 +143,7 @@ def picture(scheduler: Scheduler, geometry: ArenaGeometry, names: Mapping[int, s
     )
 
 
-def _running(request: Request, names: Mapping[int, str]) -> RunningRequest:
+def _running(request: Request, pool: PagePool, names: Mapping[int, str]) -> RunningRequest:
     assert request.held is not None
     first = request.held.table.rows(0, MAX_PAGES)
     return RunningRequest(
@@ -154,7 +155,7 @@ def _running(request: Request, names: Mapping[int, str]) -> RunningRequest:
         max_tokens=request.max_tokens,
         computed_tokens=request.num_computed,
         cached_tokens=request.num_cached,
-        pages=tuple(request.held.counts),
+        pages=tuple(pool.counts(request.held)),
         holders=tuple(sum(1 << rank for rank, slot in enumerate(page) if slot != NO_SLOT) for page in first),
     )
 

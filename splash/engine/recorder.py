@@ -91,20 +91,21 @@ class Recorder:
                 if request not in finished:
                     self.preemptions.append((plan.step, request))
                     self.num_preempted[request] += 1
-        self._count(plan.layout, load, seconds)
+        self.began(plan.layout, load, seconds)
 
-    def decoded(self, layout: str, load: StepLoad, seconds: float) -> None:
-        """A step has passed in which every query brought a token, none the first or the last."""
-        self._count(layout, load, seconds)
-        self._outputs += load.num_rows
-
-    def _count(self, layout: str, load: StepLoad, seconds: float) -> None:
+    def began(self, layout: str, load: StepLoad, seconds: float) -> None:
+        """A step of such a load begins. `planned` counts it itself."""
         count = len(load.rows_q)
         self.steps += 1
         self.request_steps += count
-        self.peak_running = max(self.peak_running, count)
+        if count > self.peak_running:
+            self.peak_running = count
         self.layout_seconds[layout] = self.layout_seconds.get(layout, 0.0) + seconds
         self._rows += load.num_rows
+
+    def decoded(self, load: StepLoad) -> None:
+        """A step has ended in which every query brought a token, none the first or the last."""
+        self._outputs += load.num_rows
 
     @property
     def waits_for_tokens(self) -> bool:

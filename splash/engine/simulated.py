@@ -31,6 +31,7 @@ from splash.engine.virtual import END_TOKEN, TOKEN, SimulatedExecutor, VirtualCl
 from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.cost_model import CostModel
 from splash.scheduler.decode_run import DecodeRun
+from splash.scheduler.decode_times import DecodeTimes
 from splash.scheduler.load import StepLoad
 from splash.scheduler.policies import make_policy
 from splash.scheduler.policy import Limits, PolicyConfig
@@ -236,6 +237,7 @@ class Simulation:
             config.cheapest_forms,
         )
         geometry = _geometry(config, model)
+        self._model = model
         self._requests = requests
         self._every_step = every_step
         self._max_model_len = config.max_model_len or config.spec.max_position_embeddings
@@ -287,7 +289,7 @@ class Simulation:
         for request in self.recorder.progressed(loop.finish(), self.clock.now):
             self._end(request)
         if not (self._every_step or loop.switcher.active is not None or self.recorder.waits_for_tokens):
-            self._decode(min(limit_s, self.recorder.next_row_s, loop.steering.next_s))
+            self._decode(min(limit_s, loop.steering.next_s))
         loop.begin()
         if self._copy_bytes is None:
             loop.switcher.step_bytes = self._executor.copy_bytes
@@ -299,14 +301,19 @@ class Simulation:
         """Take the steps that end before anything but decoding happens, and that begin before `until_s`."""
         clock, recorder, feed = self.clock, self.recorder, self._feed
         layout, run = self.loop.switcher.layout, DecodeRun(self.loop.scheduler, TOKEN, self._total_tokens)
+        if not run.left or clock.now >= until_s:
+            return
+        load, times = run.load, DecodeTimes(self._model, layout, run.load)
         while run.left and clock.now < until_s and run.grow():
-            load, somebody_comes = run.load, feed.next_time() <= clock.now
-            seconds = self._executor.seconds(layout, load)
-            recorder.decoded(layout.name, load, seconds)
+            somebody_comes, seconds = feed.next_time() <= clock.now, times.next()
+            recorder.began(layout.name, load, seconds)
+            if clock.now >= recorder.next_row_s:
+                recorder.sample(clock.now, layout.name)
             if somebody_comes:  # before the step is collected
                 self._let_arrive()
             clock.now += seconds
             run.step()
+            recorder.decoded(load)
             if somebody_comes:
                 break
         run.end()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from splash.core.layout import Layout, parse_layout
+from splash.core.layout import parse_layout
 from splash.core.memory import ArenaGeometry
 from splash.core.step import StepOutput, StepPlan
 from splash.engine.messages import Result, Run
@@ -79,7 +79,8 @@ class SimulatedExecutor:
         plan, costs = run.plan, self._model.stages.costs
         layout = parse_layout(plan.layout)
         load = StepLoad.of_plan(plan, self._model.ranks)
-        seconds = self.seconds(layout, load)
+        seconds = self._model.step(layout, load).seconds
+        self.copy_bytes = int(seconds * costs.trickle * costs.page_pull_gb_s * 1e9)
         outcome = None
         if self._copying is not None and self._copying.copies_anything:
             seconds = max(seconds * costs.trickle_slowdown, self._trickle_seconds(self._copying))
@@ -100,12 +101,6 @@ class SimulatedExecutor:
         output = StepOutput(plan.step, plan.epoch, requests, tuple(tokens), (None,) * len(tokens))
         self._in_flight = self._clock.now + seconds, Result(output, outcome)
         self._submitted(plan, load, seconds)
-
-    def seconds(self, layout: Layout, load: StepLoad) -> float:
-        """Time of a step without a switch."""
-        costs, seconds = self._model.stages.costs, self._model.step(layout, load).seconds
-        self.copy_bytes = int(seconds * costs.trickle * costs.page_pull_gb_s * 1e9)
-        return seconds
 
     def copy_ahead(self, order: CopyAhead) -> None:
         """See `Executor`."""

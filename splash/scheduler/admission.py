@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from splash.core.errors import RequestError
-from splash.core.pages import HeldPages
 from splash.scheduler.chunks import Batch
 from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.idle_pages import CachedPage
@@ -129,16 +128,17 @@ class Admission:
         missing = [takes - free for takes, free in zip(place.takes, self._pool.num_free, strict=True)]
         later = list(takewhile(lambda request: request.priority > importance, reversed(running)))
         held = [request.held for request in later if request.held is not None]
-        if any([count > 0 and count > sum([own.counts[rank] for own in held]) for rank, count in enumerate(missing)]):
+        counts = [self._pool.counts(own) for own in held]
+        if any([count > 0 and count > sum([pages[rank] for pages in counts]) for rank, count in enumerate(missing)]):
             return []
         victims: list[Request] = []
         # What the request shares stays in use, whoever gives it up.
         given_up = Counter(dict.fromkeys(place.shared, -1))
-        for request, own in zip(later, held, strict=True):
+        for request, own, pages in zip(later, held, counts, strict=True):
             lacking = [rank for rank, count in enumerate(missing) if count > 0]
             if not lacking:
                 break
-            if holds_any(own, lacking):
+            if any([pages[rank] for rank in lacking]):
                 victims.append(request)
                 freed = self._pool.freed(own, given_up)
                 missing = [count - more for count, more in zip(missing, freed, strict=True)]
@@ -156,11 +156,6 @@ def is_stuck(
     if len(running) >= min(config.max_num_seqs, config.max_batched_tokens):
         return True
     return Admission(config, pool, request).place(tokens) is None
-
-
-def holds_any(held: HeldPages, ranks: Sequence[int]) -> bool:
-    """Whether some of the pages lie on one of `ranks`."""
-    return any(held.counts[rank] for rank in ranks)
 
 
 def check_request(prompt: Sequence[int], priority: int, max_model_len: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from splash.core.layout import KV, Layout, Projections
 from splash.scheduler.load import StepLoad
@@ -40,6 +41,20 @@ class AttentionCost:
         return self.projections + self.attention + self.movement + self.exchange
 
 
+class DecodeForm(NamedTuple):
+    """The attention part of one layer on the slowest of some ranks that differ only in the keys that they attend to.
+
+    Attributes:
+        layer: what it costs.
+        keys: of each rank, the keys that its rows see, and how many rows it has.
+        heads: of each row.
+    """
+
+    layer: AttentionCost
+    keys: list[tuple[int, int]]
+    heads: int
+
+
 class AttentionCosts:
     """Predicts the attention part of one layer.
 
@@ -66,6 +81,23 @@ class AttentionCosts:
                 return (self._sharded_owned(load) if is_sharded else self._split_owned(load),)
             case KV.REPLICATED:
                 return (self._local(self._whole(load), self.spec.num_heads // self.ranks),)
+
+    def decode_forms(self, layout: Layout, load: StepLoad) -> list[DecodeForm] | None:
+        """A load that only decodes by what may be the slowest, the one with most rows first.
+
+        None where attention takes more than the number of rows and keys to predict.
+        """
+        if layout.kv is KV.POSITION or self.stages.top_k is not None:
+            return None
+        (layer,) = self.forms(layout, load)
+        if layout.kv is KV.REPLICATED:
+            keys = [(sum(load.single_keys_T), load.num_singles)]
+            return [DecodeForm(layer, keys, self.spec.num_heads // self.ranks)]
+        heads, parts = self.spec.num_heads, self._candidates(load)
+        keys = [(part.single_keys, part.num_singles) for part in parts]
+        if layout.projections is Projections.SHARDED:  # all layers are alike but for the attention of a rank's own rows
+            return [DecodeForm(layer, keys, heads)]
+        return [DecodeForm(self._local(part, heads), [own], heads) for part, own in zip(parts, keys, strict=True)]
 
     def _whole(self, load: StepLoad) -> _Part:
         pairs = sum(load.single_pairs_T(self.stages.top_k))

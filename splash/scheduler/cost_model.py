@@ -80,6 +80,7 @@ class CostModel:
     Attributes:
         layouts: the layouts that these ranks can serve in; those that would need unequal head groups are missing.
         stages: what the parts of the model cost.
+        attention: what the attention part of a layer costs.
         geometry: sizes of modules and slots, in arenas without bounds.
 
     Raises:
@@ -115,18 +116,17 @@ class CostModel:
             spec, self.stages.kv, page_size, self.stages.weight_size, ranks, num_slots=_BOUNDLESS
         )
         self._row_bytes = spec.hidden_size * self.stages.activation_size
-        self._attention = AttentionCosts(self.stages, cheapest_forms)
+        self.attention = AttentionCosts(self.stages, cheapest_forms)
         self._after_attention = functools.lru_cache(REMEMBERED)(self._sum_after_attention)
 
     def steps(self, load: StepLoad, layouts: Sequence[Layout] | None = None) -> dict[Layout, StepCost]:
         """The cost of `load` in some layouts, or else in every layout that these ranks can serve in."""
-        after = self._after_attention(load.num_rows, load.num_sampled)
-        return {layout: self._cheapest(layout, load, after)[0] for layout in layouts or self.layouts}
+        return {layout: self._cheapest(layout, load)[0] for layout in layouts or self.layouts}
 
     def step(self, layout: Layout, load: StepLoad) -> StepCost:
         """The cost of `load` in `layout`. An empty load costs what every step does."""
         assert layout in self.layouts, f"{self.ranks} ranks cannot serve in {layout}"
-        return self._cheapest(layout, load, self._after_attention(load.num_rows, load.num_sampled))[0]
+        return self._cheapest(layout, load)[0]
 
     def switch(
         self, source: Layout, target: Layout, load: StepLoad, method: Method, cached_pages: int = 0
@@ -149,36 +149,45 @@ class CostModel:
         """Whether the requests of `load` fit in arenas of `geometry` in `layout`, with the numbers."""
         return fits(layout, load, geometry, self.hardware, self.dtype, mem_fraction)
 
-    def _cheapest(
-        self, layout: Layout, load: StepLoad, after: tuple[float, float, float]
-    ) -> tuple[StepCost, AttentionCost | None]:
+    def _cheapest(self, layout: Layout, load: StepLoad) -> tuple[StepCost, AttentionCost | None]:
         """The form of attention with which the whole step is cheapest: where launches show, fewer of them may win."""
         assert load.ranks == self.ranks
-        forms = self._attention.forms(layout, load) if load.num_rows else (None,)
-        steps = [(self._step_with(layer, layout, load, after), layer) for layer in forms]
+        forms = self.attention.forms(layout, load) if load.num_rows else (None,)
+        steps = [(self.step_with(layer, layout, load), layer) for layer in forms]
         return min(steps, key=lambda step: step[0].seconds)
 
-    def _step_with(
-        self, layer: AttentionCost | None, layout: Layout, load: StepLoad, after: tuple[float, float, float]
-    ) -> StepCost:
+    def step_with(self, layer: AttentionCost | None, layout: Layout, load: StepLoad) -> StepCost:
         """The cost with one form of attention; None where there are no rows."""
         costs, num_layers = self.stages.costs, self.spec.num_layers
         parts = dict.fromkeys(STAGES, 0.0)
         parts["host"] = (costs.step_us + costs.request_us * len(load.rows_q)) * MICRO
-        if layer is not None:
-            parts["projections"] = layer.projections * num_layers
-            parts["attention"] = layer.attention * num_layers
-            parts["exchange"] = layer.exchange * num_layers
-            parts["movement"] = layer.movement * num_layers
-            parts["experts"], parts["dense"], parts["head"] = after
-            parts["reduction"] = self._reductions(layout, load)
-            if layout.rows is Rows.SPLIT and load.num_sampled:
-                parts["head"] += self.stages.all_gather(load.num_sampled * self._row_bytes)
-            communication = parts["exchange"] + parts["reduction"]
-            parts["overlap"] = -min(costs.overlap * parts["attention"], communication)
-            device = sum(parts.values()) - parts["host"]
-            parts["launch"] = self._launch(load, self._num_operations(layer), device)
-        return StepCost(layout, sum(parts.values()), parts)
+        if layer is None:
+            return StepCost(layout, parts["host"], parts)
+        parts["projections"] = layer.projections * num_layers
+        parts["exchange"] = layer.exchange * num_layers
+        parts["movement"] = layer.movement * num_layers
+        parts["experts"], parts["dense"], parts["head"] = self._after_attention(load.num_rows, load.num_sampled)
+        parts["reduction"] = self._reductions(layout, load)
+        if layout.rows is Rows.SPLIT and load.num_sampled:
+            parts["head"] += self.stages.all_gather(load.num_sampled * self._row_bytes)
+        return StepCost(layout, self.attend(parts, layer.attention, layer.ops, self.runs_as_graph(load)), parts)
+
+    def attend(self, parts: dict[str, float], layer_s: float, layer_ops: int, is_graph: bool) -> float:
+        """Seconds of a step, of which the stages that do not depend on how many keys are attended to are known.
+
+        Args:
+            parts: by stage; takes in those that do depend on it.
+            layer_s: seconds of a layer's attention.
+            layer_ops: operations of the attention part of a layer.
+            is_graph: whether the step is replayed as a whole.
+        """
+        costs = self.stages.costs
+        attention = parts["attention"] = layer_s * self.spec.num_layers
+        parts["overlap"] = -min(costs.overlap * attention, parts["exchange"] + parts["reduction"])
+        parts["launch"] = 0.0
+        device = sum(parts.values()) - parts["host"]
+        parts["launch"] = self._launch(is_graph, self._num_operations(layer_ops), device)
+        return sum(parts.values())
 
     # --- the rest of the step ---
 
@@ -223,23 +232,23 @@ class CostModel:
 
     def operations(self, layout: Layout, load: StepLoad) -> int:
         """Operations besides collectives in the step of a load that is not empty."""
-        _, layer = self._cheapest(layout, load, self._after_attention(load.num_rows, load.num_sampled))
+        _, layer = self._cheapest(layout, load)
         assert layer is not None
-        return self._num_operations(layer)
+        return self._num_operations(layer.ops)
 
-    def _num_operations(self, layer: AttentionCost) -> int:
+    def _num_operations(self, layer_ops: int) -> int:
         num_layers = self.spec.num_layers
         feedforward = self._num_moe * EXPERT_OPS + (num_layers - self._num_moe) * DENSE_OPS
-        return num_layers * layer.ops + feedforward + END_OPS
+        return num_layers * layer_ops + feedforward + END_OPS
 
     def runs_as_graph(self, load: StepLoad) -> bool:
         """Whether such a step is replayed as a whole."""
         return not load.num_chunks and load.num_rows <= self.graph_rows
 
-    def _launch(self, load: StepLoad, ops: int, device: float) -> float:
+    def _launch(self, is_graph: bool, ops: int, device: float) -> float:
         """Operations take some time however small; without a graph, the host may be slower than the device."""
         costs = self.stages.costs
         seconds = ops * costs.op_us * MICRO
-        if not self.runs_as_graph(load):
+        if not is_graph:
             seconds += max(0.0, ops * costs.launch_us * MICRO - device - seconds)
         return seconds

@@ -26,7 +26,7 @@ class DecodeRun:
 
         run = DecodeRun(scheduler, token, total_tokens)
         while run.left and run.grow():
-            ...  # the step takes place; run.load says what it is
+            ...  # the step takes place
             run.step()
         run.end()
 
@@ -38,7 +38,7 @@ class DecodeRun:
     Attributes:
         left: steps that the run can still take.
         num_steps: steps that it has taken.
-        load: of the next step, where there is one.
+        load: of the first step, where there is one.
     """
 
     load: StepLoad
@@ -80,14 +80,12 @@ class DecodeRun:
         return True
 
     def step(self) -> None:
-        """Take the step that `load` tells of, after `grow`."""
+        """Take a step, after `grow`."""
         assert self.left > 0
         self.num_steps += 1
         self.left -= 1
         if self._scheduler.config.prefix_cache:
             self._enter_pages()
-        if self.left:
-            self.load = self.load.next_decode()
 
     def _enter_pages(self) -> None:
         """Let the cache know the pages that the step has filled."""

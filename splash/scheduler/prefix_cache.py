@@ -11,7 +11,7 @@ rank may have a copy of what another has. Everywhere else there is one place, 0.
 from __future__ import annotations
 
 import hashlib
-from array import array
+import struct
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
@@ -34,8 +34,8 @@ def extend_keys(keys: list[bytes], tokens: Sequence[int], page_size: int, num_pa
     first = len(keys)
     if first >= num_pages:
         return
-    content = array("i", tokens[first * page_size : num_pages * page_size])
-    data, size = content.tobytes(), content.itemsize * page_size
+    data = struct.pack(f"{(num_pages - first) * page_size}i", *tokens[first * page_size : num_pages * page_size])
+    size = len(data) // (num_pages - first)
     key = keys[-1] if keys else b""
     for start in range(0, len(data), size):
         key = hashlib.blake2b(key + data[start : start + size], digest_size=KEY_BYTES).digest()
@@ -114,17 +114,15 @@ class PrefixCache(PagePool):
     def share(self, held: HeldPages, pages: Sequence[CachedPage]) -> None:
         """Give a request without pages those that it shares."""
         assert not len(held)
-        for page in pages:
-            assert page.place == self._place(held.owner) and page.number == len(held.ids)
+        place = self._place(held.owner)
+        for number, page in enumerate(pages):
+            assert page.place == place and page.number == number
             if not page.refs:
                 self._idle.remove(page)
                 self._waits += self._clock - page.released
             page.refs += 1
-            held.ids.append(page.id)
-            for rank in page.ranks:
-                held.counts[rank] += 1
-                held.last[rank] = page.slots[rank]
-        held.table.append(*[page.slots for page in pages])
+        held.ids += [page.id for page in pages]
+        held.table.append_all([page.slots for page in pages])
 
     def enter(self, held: HeldPages, number: int, keys: Keys) -> None:
         """Let others find a page of a request, now that it is full and written. `keys` are those of its first pages.
@@ -137,7 +135,7 @@ class PrefixCache(PagePool):
             if place in copies:
                 return
             held.ids[number] = next(iter(copies.values())).id  # which all of them have
-        (slots,) = held.table.rows(number, number + 1)
+        slots = held.table.row(number)
         parent = keys[number - 1] if number else b""
         ranks = self._holders[held.owner].of(number)
         self._add(CachedPage(key, parent, number, held.ids[number], place, slots, 1, 0, ranks))
@@ -151,7 +149,7 @@ class PrefixCache(PagePool):
 
     @property
     def num_free(self) -> list[int]:
-        return [free + idle for free, idle in zip(super().num_free, self._idle.num_T, strict=True)]
+        return [own.num_free + idle for own, idle in zip(self._allocators, self._idle.num_T, strict=True)]
 
     @property
     def num_wanted(self) -> int:
@@ -245,7 +243,7 @@ class PrefixCache(PagePool):
     def _add(self, page: CachedPage) -> None:
         self._by_key.setdefault(page.key, {})[page.place] = page
         self._by_id[page.id, page.place] = page
-        if (page.key, page.place) in self._missed:
+        if self._missed and (page.key, page.place) in self._missed:
             self._missed.clear()
             self._idle.forget()
 

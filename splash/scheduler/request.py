@@ -16,8 +16,8 @@ from splash.scheduler.prefix_cache import Keys, PrefixCache
 Order = tuple[int, int]  # priority, arrival
 
 
-class Progress(msgspec.Struct, frozen=True):
-    """One new token of one request.
+class Progress(msgspec.Struct, frozen=True, gc=False):
+    """One new token of one request. As nothing in it can be part of a cycle, the garbage collector does not look at it.
 
     Attributes:
         id: the request.
@@ -133,16 +133,6 @@ class Request:
     def has_all_tokens(self) -> bool:
         """Whether it has as many output tokens as it may."""
         return len(self.tokens) >= self.most_tokens
-
-    def progress(
-        self, logprob: TokenLogprob | None, finish_reason: str | None, stop_reason: int | str | None
-    ) -> Progress:
-        """What the last output token brought."""
-        num_output = len(self.tokens) - self.num_prompt
-        scores = tuple(self.scores) if num_output == 1 else ()
-        return Progress(
-            self.id, self.tokens[-1], logprob, finish_reason, stop_reason, self.num_cached, num_output, scores
-        )
 
     def finish(self, eos_token_ids: frozenset[int]) -> tuple[str | None, int | None]:
         """(finish_reason, stop_reason) as of the last output token."""

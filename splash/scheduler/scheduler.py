@@ -32,7 +32,7 @@ from msgspec import structs
 from splash.core.pages import HeldPages
 from splash.core.request import SamplingParams
 from splash.core.step import PENDING_TOKEN, NewRequest, StepOutput, StepPlan
-from splash.scheduler.admission import Admission, Place, check_capacity, check_request, holds_any, is_stuck
+from splash.scheduler.admission import Admission, Place, check_capacity, check_request, is_stuck
 from splash.scheduler.chunks import Batch, Prompt
 from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.prefix_cache import Keys, PrefixCache, extend_keys
@@ -75,6 +75,8 @@ class Scheduler:
         self._requests: dict[int, Request] = {}  # the live ones
         self._waiting = WaitingQueue()
         self._running: list[Request] = []  # in order of service
+        # See `Rows`, as of the last step, some of which may have lost their pages since. None where that is not known.
+        self._turning: list[Request] | None = None
         self._tokens = [0] * pool.ranks  # of running requests, by owner
         self._owned = [0] * pool.ranks  # running requests, by owner
         self._in_flight: deque[PlannedStep] = deque()
@@ -161,7 +163,9 @@ class Scheduler:
         new = [request.new for request in sorted(batch.new, key=_by_order) if not request.announced]
         for request in batch.new:
             request.announced = True
-        return self._plan(make_rows(self._running, batch, self.pool.ranks, self.config.page_size), new)
+        rows = make_rows(self._running, batch, self.pool.ranks, self.config.page_size)
+        self._turning = rows.turning
+        return self._plan(rows, new)
 
     def schedule_empty(self) -> StepPlan:
         """Plan a step without rows, for what it carries beside them."""
@@ -197,11 +201,13 @@ class Scheduler:
         if self.config.prefix_cache:
             enter_pages(self.pool, step.filling, self.config.page_size)
         retired, self._aborted_in_flight = self._aborted_in_flight, []
+        tokens_T = self._tokens
         for request in step.sampled:
             if request.live:
-                tokens = request.tokens
+                tokens, held = request.tokens, request.held
+                assert held is not None
                 tokens.append(PENDING_TOKEN)
-                self._tokens[_held(request).owner] += 1
+                tokens_T[held.owner] += 1
                 if len(tokens) >= request.most_tokens:
                     self._ending.append(request)
         self._retire_all(retired + self._ending)
@@ -218,31 +224,15 @@ class Scheduler:
         if output.epoch == self.epoch:
             self._pool_before = None
         self._ending = []
-        progress: list[Progress] = []
-        retired: list[Request] = []
-        eos_token_ids, failures = self.config.eos_token_ids, dict(output.failures)
         for id, position, scores in output.scores:
             if id in self._requests:
                 self._requests[id].take_scores(position, scores)
-        for request, token, logprob in zip(step.sampled, output.tokens, output.logprobs, strict=True):
-            if not request.live:
-                continue
-            tokens = request.tokens
-            tokens[-1] = token
-            finish_reason: str | None = None
-            stop_reason: int | str | None = None
-            if token in request.stops or len(tokens) >= request.most_tokens or failures:
-                failure = failures.get(request.id)
-                finish_reason, stop_reason = request.finish(eos_token_ids) if failure is None else ("error", failure)
-            if finish_reason is not None:
-                del self._requests[request.id]
-                request.live = False
-                if request.held is not None:
-                    retired.append(request)
-                elif not request.has_all_tokens:  # preempted since
-                    self._finished.append(request.id)
-            progress.append(request.progress(logprob, finish_reason, stop_reason))
-        self._retire_all(retired)
+        progress, ended = step.take(output, self.config.eos_token_ids)
+        for request in ended:
+            del self._requests[request.id]
+            if request.held is None and not request.has_all_tokens:  # preempted since
+                self._finished.append(request.id)
+        self._retire_all([request for request in ended if request.held is not None])
         return progress
 
     def first_is_stuck(self) -> tuple[bool, Keys]:
@@ -256,6 +246,7 @@ class Scheduler:
         """Count steps that were planned and applied elsewhere: `splash.scheduler.decode_run`."""
         self._step += num_steps
         self._released, self._finished = [], []
+        self._turning = None
         self._count_by_owner()
 
     def rebase(self, pool: PrefixCache, held: Mapping[int, HeldPages]) -> Rebase:
@@ -294,6 +285,7 @@ class Scheduler:
         (step,) = self._in_flight  # the one after the rebase
         plan = step.plan
         self._in_flight.clear()
+        self._turning = None
         self._pool_before = None
         after, self.pool = self.pool, before.pool
         self.epoch -= 1
@@ -369,16 +361,19 @@ class Scheduler:
         """Give each running request with one token to compute the page that it needs. Returns the step so far."""
         page_size = self.config.page_size
         chunks: list[Prompt] = []
-        growing: list[Request] = []
-        for request in self._running:
-            start = request.num_computed
+        growing: list[HeldPages] = []
+        for request in self._running if self._turning is None else sorted(self._turning, key=_by_order):
+            start, held = request.num_computed, request.held
+            if held is None:
+                continue
             left = len(request.tokens) - start
             if left > 1:
-                chunks.append(Prompt(request.order, left, request, _held(request).owner))
-            elif start % page_size == 0 and len(_held(request).ids) * page_size == start:
-                growing.append(request)
-        if growing and not self.pool.grow_each([_held(request) for request in growing]):
-            for request in growing:
+                chunks.append(Prompt(request.order, left, request, held.owner))
+            elif not start % page_size and len(held.ids) * page_size == start:
+                growing.append(held)
+        if growing and not self.pool.grow_each(growing):
+            wanting = set(growing)
+            for request in [request for request in self._running if request.held in wanting]:
                 if request.held is not None:  # else preempted for one before it
                     self._grow(self._running.index(request))
             chunks = [chunk for chunk in chunks if chunk.request.held is not None]
@@ -445,7 +440,10 @@ class Scheduler:
                 self._count_found(request, 1)
         grown = self.pool.grow(request.held, admission.num_pages - len(request.held))
         assert grown
-        insort(self._running, request, key=_by_order)
+        if self._running and request.order < self._running[-1].order:
+            insort(self._running, request, key=_by_order)
+        else:
+            self._running.append(request)
         self._tokens[place.owner] += len(request.tokens)
         self._owned[place.owner] += 1
 
@@ -461,7 +459,7 @@ class Scheduler:
         while not self.pool.grow(held, 1):
             lacking = self.pool.lacking(held.owner, len(held), 1)
             victim = len(running) - 1
-            while victim > index and not holds_any(_held(running[victim]), lacking):
+            while victim > index and not self.pool.lies_on(_held(running[victim]), lacking):
                 victim -= 1
             self._preempt(victim)
             if victim == index:

@@ -20,6 +20,7 @@ from splash.core.ownership import State
 from splash.core.spec import IndexerSpec, ModelSpec, MoeSpec, RopeSpec
 from splash.plan import ModelChoice
 from splash.scheduler.cost_model import STAGES, CostModel
+from splash.scheduler.decode_times import DecodeTimes
 from splash.scheduler.footprint import Footprint
 from splash.scheduler.load import StepLoad, chunk_pairs, striped
 from splash.scheduler.stages import Chunk
@@ -56,6 +57,8 @@ def shipped(model: str, device: str, ranks: int = 8, dtype: str = "fp8") -> Cost
 
 H200 = shipped("deepseek_v3", "h200")
 H200_SPARSE = shipped("deepseek_v3_2", "h200")
+CPU = shipped("scribe", "cpu", ranks=2, dtype="float32")  # launches show
+FEW_GRAPHS = CostModel(H200.spec, H200.hardware, 8, "fp8", graph_rows=4)
 
 
 @st.composite
@@ -246,6 +249,30 @@ def test_longer_contexts_and_more_requests_never_cost_less(model: CostModel, loa
     for layout, cost in before.items():
         assert model.step(layout, longer).seconds >= cost.seconds * (1 - 1e-9)
         assert model.step(layout, further).seconds >= cost.seconds * (1 - 1e-9)
+
+
+@settings(max_examples=60)
+@given(
+    model=st.sampled_from([H200, H200_SPARSE, CPU, FEW_GRAPHS]),
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    requests=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 1 << 17) | st.integers(0, 300)), min_size=1),
+    steps=st.integers(1, 70),
+)
+def test_a_run_of_decodes_takes_what_its_steps_take(
+    model: CostModel, layout: str, requests: list[tuple[int, int]], steps: int
+) -> None:
+    """To the last digit, though a run predicts anew only what changes."""
+    owners, starts = zip(*requests, strict=True)
+    owners = [owner % model.ranks for owner in owners]
+    ones = [1] * len(owners)
+    chosen = LAYOUTS[layout]
+    load = StepLoad.of_arrays(owners, ones, starts, model.ranks)
+    stages = dict(model.step(chosen, load).stages)
+    times = DecodeTimes(model, chosen, load)
+    for step in range(steps):
+        alone = StepLoad.of_arrays(owners, ones, [start + step for start in starts], model.ranks)
+        assert times.next() == model.step(chosen, alone).seconds
+    assert model.step(chosen, load).stages == stages
 
 
 def test_cp_and_dcp_divide_attention_by_the_ranks() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -136,7 +138,8 @@ def test_pool_grows_all_or_nothing_on_the_ranks_that_hold(layout: Layout, ranks:
             rule = page_holders(np.arange(len(held)), np.full(len(held), held.owner), layout, ranks)
             table = held.table.slots_cT
             assert ((table != NO_SLOT) == rule).all()
-            assert held.counts == rule.sum(axis=0).tolist()
+            assert pool.counts(held) == rule.sum(axis=0).tolist()
+            assert [pool.lies_on(held, [rank]) for rank in range(ranks)] == rule.any(axis=0).tolist()
         for rank, size in enumerate(sizes):
             slots = [slot for held in live for slot in held.table.slots_on(rank).tolist()]
             assert len(slots) == len(set(slots)) == size - pool.num_free[rank]
@@ -147,7 +150,7 @@ def test_pool_grows_all_or_nothing_on_the_ranks_that_hold(layout: Layout, ranks:
     for held in live:
         twin.release(HeldPages(held.owner, ranks, held.table.slots_cT))
         pool.release(held)
-        assert (len(held), held.counts, held.last) == (0, [0] * ranks, [None] * ranks)
+        assert (len(held), held.ids, pool.counts(held)) == (0, [], [0] * ranks)
     assert twin.num_free == pool.num_free == pool.num_total == sizes
 
 
@@ -171,10 +174,32 @@ def test_growing_many_at_once_is_growing_one_after_another(layout: Layout, ranks
         assert pools[0].num_free == pools[1].num_free
         for mine, other in zip(*live, strict=True):
             assert mine.table.rows(0, len(mine)) == other.table.rows(0, len(other))
-            assert (mine.counts, mine.last) == (other.counts, other.last)
             assert (mine.table.slots_cT == other.table.slots_cT).all()
     ids = [id for held in live[0] for id in held.ids]
     assert len(set(ids)) == len(ids)
+
+
+@given(layout=layouts, ranks=st.integers(1, 4), data=st.data())
+def test_pages_go_where_the_allocator_continues_the_last_one_of_the_rank(
+    layout: Layout, ranks: int, data: st.DataObject
+) -> None:
+    """On every rank, whether the table is kept as it came or as an array."""
+    pool = PagePool(layout, [np.arange(40 + rank) for rank in range(ranks)])
+    live = [HeldPages(owner % ranks, ranks) for owner in range(data.draw(st.integers(1, 4), label="requests"))]
+    for _ in range(data.draw(st.integers(1, 12), label="calls")):
+        held = live[data.draw(st.integers(0, len(live) - 1), label="request")]
+        count = data.draw(st.integers(0, 7), label="pages")
+        tables = copy.deepcopy(held.table)
+        before = [tables.slots_on(rank).tolist() for rank in range(ranks)]
+        allocators = copy.deepcopy(pool._allocators)
+        if data.draw(st.booleans(), label="as an array"):
+            assert held.table.slots_cT.shape == (len(held), ranks)
+        if not pool.grow(held, count):
+            break
+        tables = copy.deepcopy(held.table)
+        for rank, (allocator, slots) in enumerate(zip(allocators, before, strict=True)):
+            after = tables.slots_on(rank).tolist()
+            assert after == slots + allocator.allocate(len(after) - len(slots), slots[-1] if slots else None)
 
 
 @given(layout=layouts, ranks=st.integers(1, 4), owner=st.integers(0, 3), count=st.integers(0, 40))
@@ -191,7 +216,7 @@ def test_pages_of_a_growing_request_are_consecutive_on_each_rank() -> None:
         for held in live:
             assert pool.grow(held, 1)
     assert {len(runs(held.table.slots_on(rank).tolist())) for held in live for rank in range(2)} == {1}
-    assert [held.last for held in live] == [[held.table.slots_on(rank)[-1] for rank in range(2)] for held in live]
+    assert all((np.diff(held.table.slots_on(rank)) == 1).all() for held in live for rank in range(2))
 
 
 def test_resident_pages_must_lie_where_the_layout_wants_them() -> None:

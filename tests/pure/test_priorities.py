@@ -98,7 +98,7 @@ def test_pages_that_an_important_request_shares_are_no_room() -> None:
     step(scheduler, group)
     scheduler.add(1, [1] * 12, greedy(max_tokens=2), 0, 5)
     step(scheduler, group)
-    assert [request.held.counts[0] for request in scheduler.running] == [6, 6] and scheduler.pool.num_free == [3]
+    assert [len(request.held) for request in scheduler.running] == [6, 6] and scheduler.pool.num_free == [3]
     scheduler.add(2, [2] * 10, greedy(max_tokens=1), 0, 1)
     assert 2 not in step(scheduler, group) and scheduler.num_preemptions == 0
     drain(scheduler, group)

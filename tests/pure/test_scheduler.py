@@ -152,6 +152,10 @@ def check_cache(scheduler: Scheduler) -> None:
     assert {at: page.refs for at, page in pool._by_id.items() if page.refs} == dict(refs)
     idle = {id(page) for page in pool._idle}
     assert idle == {id(page) for page in pool._by_id.values() if not page.refs}
+    if scheduler._turning is not None:
+        for request in scheduler.running:
+            start, pages = request.num_computed, len(request.held) * scheduler.config.page_size
+            assert request in scheduler._turning or (len(request.tokens) - start <= 1 and start < pages)
     # What a switch would take along, and what lies where it wants it, is remembered as long as it stays true.
     room = pool.num_total
     for target in (CP, DP):
