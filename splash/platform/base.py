@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from splash.platform.span import HostSpan, Span
+
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -357,6 +359,7 @@ class Rank:
     graphs: Graphs | None = None  # None where steps cannot be recorded
     memory: Callable[[], MemoryUse] | None = None  # None where memory is the host's; gives back what is held for reuse
     host: Communicator | None = None  # over the host's memory, where `comm` works in the device's
+    span: Callable[[], Span] = HostSpan  # begins one
 
     def exchange(self, notes: Sequence[int], settled: bool) -> list[list[int]]:
         """Every rank's notes, by rank, all of one length and of 64 bits.
