@@ -9,6 +9,7 @@ Shape suffixes: n rows, H heads, C kv-lora rank, R rotary dim, D hidden size, P 
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,16 +57,15 @@ class GroupHandle:
 
     info: Mapping[str, int | str | list[int]]
     fds: tuple[int, ...] = ()
+    _open: list[int] = field(init=False, default_factory=list, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._open.extend(self.fds)
 
     def close(self) -> None:
-        """Close the launcher's descriptors. Idempotent."""
-        import os
-
-        for fd in self.fds:
-            try:
-                os.close(fd)
-            except OSError:
-                pass
+        """Close the launcher's descriptors. Idempotent: whoever gets their numbers next keeps what is theirs."""
+        while self._open:
+            os.close(self._open.pop())
 
 
 class Arenas(ABC):

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, DeepseekV3ForCausalLM
 
 from splash.core.layout import LAYOUTS
 from splash.switch.orders import METHODS
-from tests.cpu.served import PROMPT, READY, START_TIMEOUT_S, Process, command, generating, serving
+from tests.cpu.served import PROMPT, READY, START_TIMEOUT_S, Process, cmdline, command, family, generating, serving
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -66,6 +66,14 @@ def test_the_ready_line_names_what_serves(server: Process) -> None:
         "pinned": False,
         "decision": None,
     }
+
+
+def test_the_server_itself_needs_no_torch(server: Process) -> None:
+    """Only ranks load it, so that a server starts sooner and takes little memory beside them."""
+    ranks = [pid for pid in family(server.process.pid) if b"splash.engine.worker" in cmdline(pid)]
+    assert len(ranks) == 2
+    loaded = ["libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in (server.process.pid, *ranks)]
+    assert loaded == [False, True, True]
 
 
 def test_completion_equals_transformers_and_its_own_stream(server: Process, checkpoint: Path) -> None:
