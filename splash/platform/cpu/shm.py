@@ -290,9 +290,8 @@ class ShmCommunicator(Communicator):
 
     def _check_arrivals(self, number: int, signature: int, waited: float) -> None:
         """Give up on the peers that have left the group, or on all that are missing once the timeout has passed."""
-        left = {
-            peer for peer, line in self._peers if self._control[line + _LEFT]
-        }  # before who has arrived, and then left
+        # First who has left: a peer may arrive and then leave between the two looks.
+        left = {peer for peer, line in self._peers if self._control[line + _LEFT]}
         missing = [peer for peer, line in self._peers if self._control[line] < number]
         gone = [peer for peer in missing if peer in left]
         if gone:
