@@ -212,7 +212,7 @@ def test_a_rank_that_hangs_is_named_and_replaced(
     tiny_checkpoint: Callable[[str], Path], quiet: object, rank: int
 ) -> None:
     lines: list[str] = []
-    engine = Engine(config(tiny_checkpoint("base"), step_timeout_s=4.0), lines.append)
+    engine = Engine(config(tiny_checkpoint("base"), step_timeout_s=6.0), lines.append)
     try:
         hanging = Served(engine)
         hanging.ask()

@@ -34,7 +34,7 @@ def checkpoint(tiny_checkpoint: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def server(checkpoint: Path) -> Iterator[Process]:
-    with serving(f"model.path={checkpoint}", "layout=dop", "ranks=2", "max_model_len=200") as running:
+    with serving(f"model.path={checkpoint}", "layout=dop", "ranks=2") as running:
         yield running
 
 
@@ -162,7 +162,7 @@ def test_https_and_keys(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_a_client_that_leaves_frees_its_request(server: Process) -> None:
-    body = {"prompt": "hello", "max_tokens": 190, "stream": True, "ignore_eos": True}
+    body = {"prompt": "hello", "max_tokens": 1900, "stream": True, "ignore_eos": True}
     steps = server.health()["steps"]
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
         lines = response.iter_lines()
@@ -172,7 +172,7 @@ def test_a_client_that_leaves_frees_its_request(server: Process) -> None:
         if health["running"] + health["waiting"] == 0:
             break
     assert health["running"] + health["waiting"] == 0
-    assert health["steps"] - steps < 150, "the request ran to its end"
+    assert health["steps"] - steps < 1800, "the request ran to its end"
     with server.client() as client:
         assert client.completions.create(model="base", prompt="hello", max_tokens=1).usage.completion_tokens == 1
 
