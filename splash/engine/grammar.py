@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
+import numpy as np
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -190,9 +190,9 @@ class Constraint:
     def __init__(self, matcher: Future[LLMatcher], vocab_size: int) -> None:
         self._matcher = matcher
         self._num_bytes = -(-vocab_size // 32) * 4
-        self._mask: torch.Tensor | None = None
+        self._mask: np.ndarray | None = None
 
-    def mask(self) -> torch.Tensor:
+    def mask(self) -> np.ndarray:
         """Which tokens may come next: int32 [ceil(V / 32)], token i in bit i % 32 of word i // 32.
 
         Raises:
@@ -200,9 +200,7 @@ class Constraint:
         """
         if self._mask is None:
             packed = _next_mask(self._matcher.result())  # of the tokens, and of some more, which cannot come
-            self._mask = torch.frombuffer(packed.ljust(self._num_bytes, b"\0"), dtype=torch.int32)[
-                : self._num_bytes // 4
-            ]
+            self._mask = np.frombuffer(packed.ljust(self._num_bytes, b"\0"), np.int32, self._num_bytes // 4)
         return self._mask
 
     def accept(self, token: int) -> None:
@@ -215,12 +213,6 @@ class Constraint:
         if self._matcher.done():
             with contextlib.suppress(GrammarFailed):
                 self.mask()
-
-
-def allowed_tokens(packed_mW: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Unpack masks: int32 [m, ceil(V / 32)] to bool [m, V]."""
-    bits = torch.arange(32, dtype=torch.int32, device=packed_mW.device)
-    return ((packed_mW.unsqueeze(-1) >> bits) & 1).bool().flatten(1)[:, :vocab_size]
 
 
 def _compile(table: LLTokenizer, grammar: str) -> LLMatcher:

@@ -254,7 +254,7 @@ class ModelRunner:
         started = time.perf_counter()
         waited = self._copying.settle(copying)
         outcome = None
-        forward = Span(self._group.device)
+        forward = self._group.span()
         if order is not None:
             try:
                 scores, outcome = self._hand_off(plan, order)

@@ -13,11 +13,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from splash.core.request import SamplingParams, TokenLogprob
 from splash.core.step import NewRequest
-from splash.engine.grammar import Constraint, GrammarFailed, Grammars, allowed_tokens
+from splash.engine.grammar import Constraint, GrammarFailed, Grammars
 from splash.platform.host_copies import Download, upload
 
 _MASK = (1 << 64) - 1
@@ -233,11 +234,12 @@ class Sampler:
             logits_nV[rows_b, tokens_b] = -torch.inf
         if masks:
             rows_m = _on_device(list(masks), device)
-            allowed_mV = allowed_tokens(upload(torch.stack(list(masks.values())), device), logits_nV.shape[1])
+            packed_mW = torch.from_numpy(np.stack(list(masks.values())))
+            allowed_mV = allowed_tokens(upload(packed_mW, device), logits_nV.shape[1])
             logits_nV[rows_m] = logits_nV[rows_m].masked_fill(~allowed_mV, -torch.inf)
         return logits_nV
 
-    def _masks(self, ids: Sequence[int]) -> dict[int, torch.Tensor]:
+    def _masks(self, ids: Sequence[int]) -> dict[int, np.ndarray]:
         """The packed masks of those rows whose request has a grammar; failures are set down and have none."""
         masks = {}
         for row, id in enumerate(ids):
@@ -260,6 +262,12 @@ class Sampler:
             uniforms = [uniform(states[row].new.seed, positions[row]) for row in drawn]
             tokens_n[rows_m] = _inverse_cdf(scores_mV, uniforms)
         return tokens_n
+
+
+def allowed_tokens(packed_mW: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Unpack masks of grammars: int32 [m, ceil(V / 32)] to bool [m, V]."""
+    bits = torch.arange(32, dtype=torch.int32, device=packed_mW.device)
+    return ((packed_mW.unsqueeze(-1) >> bits) & 1).bool().flatten(1)[:, :vocab_size]
 
 
 class _PenaltyTables:

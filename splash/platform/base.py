@@ -9,10 +9,13 @@ Shape suffixes: n rows, H heads, C kv-lora rank, R rotary dim, D hidden size, P 
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from splash.platform.span import HostSpan, Span
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,16 +57,15 @@ class GroupHandle:
 
     info: Mapping[str, int | str | list[int]]
     fds: tuple[int, ...] = ()
+    _open: list[int] = field(init=False, default_factory=list, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._open.extend(self.fds)
 
     def close(self) -> None:
-        """Close the launcher's descriptors. Idempotent."""
-        import os
-
-        for fd in self.fds:
-            try:
-                os.close(fd)
-            except OSError:
-                pass
+        """Close the launcher's descriptors. Idempotent: whoever gets their numbers next keeps what is theirs."""
+        while self._open:
+            os.close(self._open.pop())
 
 
 class Arenas(ABC):
@@ -357,6 +359,7 @@ class Rank:
     graphs: Graphs | None = None  # None where steps cannot be recorded
     memory: Callable[[], MemoryUse] | None = None  # None where memory is the host's; gives back what is held for reuse
     host: Communicator | None = None  # over the host's memory, where `comm` works in the device's
+    span: Callable[[], Span] = HostSpan  # begins one
 
     def exchange(self, notes: Sequence[int], settled: bool) -> list[list[int]]:
         """Every rank's notes, by rank, all of one length and of 64 bits.

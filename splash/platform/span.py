@@ -3,41 +3,60 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
-class Span:
-    """From the end of what is queued on a device now to the end of what is queued there when `end` is called.
+class Span(ABC):
+    """From the end of what is queued on a device now to the end of what is queued there when `end` is called."""
 
-    Without queues, on the CPU, the time between the two calls.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._begun = self._now()
-        self._ended = self._begun
-
-    def _now(self) -> float | torch.Event:
-        if self._device.type == "cpu":
-            return time.perf_counter()
-        event = torch.Event(self._device, enable_timing=True)
-        event.record()
-        return event
-
+    @abstractmethod
     def end(self) -> None:
-        """What is queued from here on does not count."""
-        self._ended = self._now()
+        """What is queued from here on does not count. Called once."""
 
+    @abstractmethod
     def is_over(self) -> bool:
         """Whether `wait` would return at once."""
-        return self._ended.query() if isinstance(self._ended, torch.Event) else True
 
+    @abstractmethod
     def wait(self) -> float:
         """Wait until what was queued before the end is over. Returns the seconds."""
-        begun, ended = self._begun, self._ended
-        if isinstance(begun, torch.Event) and isinstance(ended, torch.Event):
-            ended.synchronize()
-            return float(begun.elapsed_time(ended)) / 1e3
-        assert isinstance(begun, float) and isinstance(ended, float)
-        return ended - begun
+
+
+class HostSpan(Span):
+    """Without queues: what is between the two calls is done when they are."""
+
+    def __init__(self) -> None:
+        self._begun = self._ended = time.perf_counter()
+
+    def end(self) -> None:
+        self._ended = time.perf_counter()
+
+    def is_over(self) -> bool:
+        return True
+
+    def wait(self) -> float:
+        return self._ended - self._begun
+
+
+class DeviceSpan(Span):
+    """Between two events in the current stream of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._begun, self._ended = (torch.Event(device, enable_timing=True) for _ in range(2))
+        self._begun.record()
+
+    def end(self) -> None:
+        self._ended.record()
+
+    def is_over(self) -> bool:
+        return self._ended.query()
+
+    def wait(self) -> float:
+        self._ended.synchronize()
+        return float(self._begun.elapsed_time(self._ended)) / 1e3

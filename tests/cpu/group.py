@@ -18,6 +18,7 @@ import importlib
 import multiprocessing.connection
 import os
 import pickle
+import resource
 import select
 import signal
 import subprocess
@@ -46,8 +47,8 @@ def run_group(
     platform: str = "cpu",
     collectives: str | None = None,
     attention: str = "auto",
-    collective_timeout_s: float = 20.0,
-    timeout_s: float = 60.0,
+    collective_timeout_s: float = 100.0,
+    timeout_s: float = 200.0,
 ) -> list[Any]:
     """Call `target` ("module:function") as `function(rank, **arguments)` on every rank.
 
@@ -73,7 +74,7 @@ def run_group(
     job = (target, ranks, dict(arguments or {}), num_layers, geometry, kind, collective_timeout_s, timeout_s)
     connection = _nursery()
     connection.send_bytes(pickle.dumps(job))
-    # The nursery enforces the timeout; what is added here covers its import of torch.
+    # The nursery enforces the timeout; what is added here covers its import of torch, on a machine that is busy.
     if not connection.poll(timeout_s + 60.0):
         raise GroupError(f"{target}: the process that forks the ranks does not answer")
     results, problems = pickle.loads(connection.recv_bytes())
@@ -102,7 +103,7 @@ def _nursery() -> multiprocessing.connection.Connection:
 
         def stop() -> None:
             ours.close()
-            process.wait(timeout=10.0)
+            process.wait(timeout=60.0)
 
         atexit.register(stop)
         _connection = ours
@@ -117,7 +118,7 @@ def _serve(connection: multiprocessing.connection.Connection) -> None:
         try:
             job = pickle.loads(connection.recv_bytes())
         except EOFError:
-            return
+            os._exit(0)  # nothing is left to be done, and taking torch apart takes time
         connection.send_bytes(pickle.dumps(_run(*job)))
 
 
@@ -145,7 +146,9 @@ def _run(
         handle = platform.create_group(ranks, num_layers, geometry or _tiny_geometry(ranks), attention)
     except Exception:
         return [], [traceback.format_exc()]
-    pids, pipes, logs = [], [], []
+    pids: list[int] = []
+    pipes: list[int] = []
+    logs: list[BinaryIO] = []
     for rank in range(ranks):
         reader, writer = os.pipe()
         log = tempfile.TemporaryFile()  # noqa: SIM115  closed below
@@ -179,6 +182,15 @@ def _run(
     return results, problems
 
 
+def _end(pid: int) -> None:
+    """End a rank that hangs, and have it write to its log where, if it still can."""
+    os.kill(pid, signal.SIGABRT)  # faulthandler says where, and lets it die
+    deadline = time.monotonic() + 5.0
+    while not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+
+
 def _collect(pipes: list[int], pids: list[int], deadline: float) -> list[bytes | None]:
     """All that each rank wrote until it closed its pipe; None for a rank that hung, which is killed."""
     received: list[list[bytes]] = [[] for _ in pipes]
@@ -198,11 +210,7 @@ def _collect(pipes: list[int], pids: list[int], deadline: float) -> list[bytes |
                 poller.unregister(fd)
                 del open_ranks[fd]
     for rank in open_ranks.values():
-        os.kill(pids[rank], signal.SIGUSR1)  # where does it hang? faulthandler writes it to the log
-    if open_ranks:
-        time.sleep(0.2)  # a rank stopped in C answers the signal late, and is killed with what it has written
-    for rank in open_ranks.values():
-        os.kill(pids[rank], signal.SIGKILL)
+        _end(pids[rank])
     for fd in pipes:
         os.close(fd)
     hung = set(open_ranks.values())
@@ -224,7 +232,7 @@ def _become_rank(
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         faulthandler.enable(log)
-        faulthandler.register(signal.SIGUSR1, log)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         try:
             module, _, function = target.partition(":")
             os.environ.update(platform.rank_environment(info["ranks"]))

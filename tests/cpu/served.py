@@ -20,11 +20,13 @@ import httpx
 if TYPE_CHECKING:
     import openai
 
+# Made once, since a client loads certificates. Connections are not kept: servers die in tests.
+HTTP = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
 READY = re.compile(r"SPLASH is ready: (https?://\S+) \(model (\S+), layout (\S+), (\d+) ranks, cpu\)")
 PROMPT = "the quick brown fox 👍🏽"
 START_TIMEOUT_S = 120
 STOP_TIMEOUT_S = 60
-NOTICE_TIMEOUT_S = 5  # an idle engine looks after its ranks once a second
+NOTICE_TIMEOUT_S = 60  # an idle engine looks after its ranks once a second, and the machine may be busy
 
 
 @dataclass
@@ -41,16 +43,16 @@ class Process:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
 
     def health(self) -> dict[str, Any]:
-        return httpx.get(f"{self.url}/health", timeout=60).json()
+        return HTTP.get(f"{self.url}/health").json()
 
     def switch(self, layout: str, **options: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}/layout", json={"layout": layout, **options}, timeout=60)
+        return HTTP.post(f"{self.url}/layout", json={"layout": layout, **options})
 
     def history(self) -> list[dict[str, Any]]:
-        return httpx.get(f"{self.url}/layout/history", timeout=60).json()["switches"]
+        return HTTP.get(f"{self.url}/layout/history").json()["switches"]
 
     def layout(self) -> str:
-        return httpx.get(f"{self.url}/layout", timeout=60).json()["layout"]
+        return HTTP.get(f"{self.url}/layout").json()["layout"]
 
 
 def command(*options: str) -> list[str]:
@@ -123,7 +125,7 @@ def cmdline(pid: int) -> bytes:
 def generating(server: Process, num_tokens: int = 1000) -> Iterator[None]:
     """Generate in the background, and see that it has not ended before what was done meanwhile."""
     body = {"prompt": PROMPT, "max_tokens": num_tokens, "temperature": 0, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+    with HTTP.stream("POST", f"{server.url}/v1/completions", json=body) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("data: ")
         yield

@@ -12,8 +12,9 @@ from splash.core.errors import CapacityError
 from splash.core.memory import ArenaGeometry
 from splash.core.spec import ModelSpec, RopeSpec, kv_format
 from splash.platform.base import Rank
-from splash.platform.cpu.arena import SharedArenas, arena_file_bytes
+from splash.platform.cpu.arena import SharedArenas
 from splash.platform.cpu.platform import CpuPlatform, available_bytes
+from splash.platform.cpu.shared import arena_file_bytes
 from tests.cpu.group import run_group
 
 HERE = "tests.cpu.test_arena"
@@ -73,10 +74,22 @@ def test_memory_is_taken_when_written_and_freed_with_the_last_holder() -> None:
         assert os.fstat(fd).st_nlink == 0  # no name: nothing to clean up, whatever happens to the processes
     finally:
         handle.close()
-    handle.close()
     for fd in handle.fds:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
+
+
+def test_a_group_that_is_closed_again_closes_nothing_of_others() -> None:
+    handle = CpuPlatform().create_group(2, 3, geometry(2, 100))
+    handle.close()
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in handle.fds]
+    try:
+        assert set(taken) == set(handle.fds), "the lowest numbers that are free"
+        handle.close()
+        assert all(os.fstat(fd) for fd in taken)
+    finally:
+        for fd in taken:
+            os.close(fd)
 
 
 def test_nothing_is_named_in_shared_memory() -> None:

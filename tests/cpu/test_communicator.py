@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Callable, Sequence
 
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 
 from splash.core.errors import WorkerError
 from splash.platform.base import Communicator, Rank
-from splash.platform.cpu.shm import MAILBOX_BYTES
+from splash.platform.cpu.shared import LINE_WORDS, MAILBOX_BYTES, mailbox_memory_bytes
+from splash.platform.cpu.shm import ShmCommunicator
 from tests.cpu.group import run_group
 
 HERE = "tests.cpu.test_communicator"
@@ -239,6 +241,37 @@ def test_a_rank_that_left_is_not_waited_for() -> None:
     calls = [("all_reduce", 2), None]
     results = run_group(f"{HERE}:call_each_its_own", 2, {"calls": calls, "close": True}, collective_timeout_s=30.0)
     assert results[0] == ("all_reduce of 4 float32 elements: rank 1 left the group before it", 1)
+
+
+class ControlThatMoves:
+    """Control lines on which something happens right after the first look at a word."""
+
+    def __init__(self, control: memoryview, word: int, happens: Callable[[], None]) -> None:
+        self._control, self._word, self._happens = control, word, happens
+
+    def __getitem__(self, word: int) -> int:
+        value = self._control[word]
+        if word == self._word and self._happens is not None:
+            happens, self._happens = self._happens, None
+            happens()
+        return value
+
+
+def test_a_rank_that_arrives_and_leaves_while_it_is_looked_for_has_arrived() -> None:
+    memory = mmap.mmap(-1, mailbox_memory_bytes(2))
+    waiting = ShmCommunicator(memory, 0, 2, 20.0)
+    control = waiting._control
+
+    def arrive_and_leave() -> None:
+        control[LINE_WORDS] = 1  # the round that it publishes
+        peer.close()
+
+    for word in (LINE_WORDS, LINE_WORDS + 1):  # what it has published, and whether it has left
+        control[LINE_WORDS] = control[LINE_WORDS + 1] = 0
+        peer = ShmCommunicator(memory, 1, 2, 20.0)
+        waiting._control = ControlThatMoves(control, word, arrive_and_leave)
+        waiting._check_arrivals(1, 0, 0.0)
+        assert (control[LINE_WORDS], control[LINE_WORDS + 1]) == (1, 1)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

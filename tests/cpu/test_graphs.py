@@ -94,7 +94,7 @@ def test_graphs_change_nothing(tiny_checkpoint: Callable[[str], Path], ranks: in
     """More requests than the largest graph at first, none left on some ranks in the end, tokens known a step later."""
     path = str(tiny_checkpoint("base"))
     prompts = [tuple(range(5, 5 + length)) for length in (40, 3, 17, 1, 25, 60)]
-    counts = (20, 6, 30, 12, 9, 24)
+    counts = (11, 4, 16, 7, 5, 13)
     geometry: ArenaGeometry = geometry_for(path, ranks, 16, 60)
     arguments = {
         "model": path,

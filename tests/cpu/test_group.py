@@ -46,6 +46,6 @@ def test_a_rank_that_ends_early_is_named(how: str, message: str) -> None:
 
 def test_a_rank_that_hangs_is_named_with_the_place_and_leaves_no_process() -> None:
     with pytest.raises(GroupError, match=r"rank 1 hung(?s:.*)in fail_on_one") as caught:
-        run_group(f"{HERE}:fail_on_one", 2, {"how": "hang"}, timeout_s=1.0)
+        run_group(f"{HERE}:fail_on_one", 2, {"how": "hang"}, timeout_s=2.0)
     assert "rank 0" not in str(caught.value)
     assert run_group(f"{HERE}:answer", 2, {"offset": 0})  # the next group is not disturbed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -72,43 +72,48 @@ def steer(llm: LLM, policy: Restless) -> None:
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_checkpoint: Callable[[str], Path]) -> list[tuple[int, ...]]:
-    with LLM(str(tiny_checkpoint("base")), ranks=2, layout="tp", kv_cache_gib=0.1, page_size=16) as llm:
-        return [output.tokens for output in llm.generate(PROMPTS, PARAMS)]
+def llm(tiny_checkpoint: Callable[[str], Path]) -> Iterator[LLM]:
+    with LLM(str(tiny_checkpoint("base")), ranks=2, layout="tp", kv_cache_gib=0.1, page_size=16) as engine:
+        yield engine
 
 
-def test_a_restless_policy_changes_no_token(
-    tiny_checkpoint: Callable[[str], Path], expected: list[tuple[int, ...]]
-) -> None:
+@pytest.fixture(scope="module")
+def expected(llm: LLM) -> list[tuple[int, ...]]:
+    """What it says before anybody steers it."""
+    return [output.tokens for output in llm.generate(PROMPTS, PARAMS)]
+
+
+def test_a_restless_policy_changes_no_token(llm: LLM, expected: list[tuple[int, ...]]) -> None:
     policy = Restless()
-    with LLM(str(tiny_checkpoint("base")), ranks=2, layout="tp", kv_cache_gib=0.1, page_size=16) as llm:
-        steer(llm, policy)
-        outputs = llm.generate(PROMPTS, PARAMS)
-        history = llm.engine.switcher.history
-        assert [output.tokens for output in outputs] == expected
-        assert [status for _, status in policy.ended] == ["committed"] * len(policy.ended)
-        assert {record.target for record in history} == set(LAYOUTS) and len(history) > 6
-        assert all(record.decision is not None and record.decision.target == record.target for record in history)
-        assert any(record.decision.rebalance for record in history if record.decision is not None)
+    llm.switch("tp")
+    known = len(llm.engine.switcher.history)
+    steer(llm, policy)
+    outputs = llm.generate(PROMPTS, PARAMS)
+    history = list(llm.engine.switcher.history)[known:]
+    assert [output.tokens for output in outputs] == expected
+    assert [status for _, status in policy.ended] == ["committed"] * len(policy.ended)
+    assert {record.target for record in history} == set(LAYOUTS) and len(history) > 6
+    assert all(record.decision is not None and record.decision.target == record.target for record in history)
+    assert any(record.decision.rebalance for record in history if record.decision is not None)
     assert policy.arrivals == [len(prompt) for prompt in PROMPTS]
     assert sorted(policy.lengths) == sorted(params.max_tokens for params in PARAMS)
 
 
 def test_a_switch_by_hand_pins_the_layout_until_the_policy_is_released(
-    tiny_checkpoint: Callable[[str], Path], expected: list[tuple[int, ...]]
+    llm: LLM, expected: list[tuple[int, ...]]
 ) -> None:
     policy = Restless()
-    with LLM(str(tiny_checkpoint("base")), ranks=2, layout="tp", kv_cache_gib=0.1, page_size=16) as llm:
-        steer(llm, policy)
-        assert not llm.engine.pinned
-        assert llm.switch("dcp").decision is None and llm.engine.pinned
-        assert [output.tokens for output in llm.generate(PROMPTS, PARAMS)] == expected
-        assert policy.asked == 0 and llm.engine.layout == "dcp"
-        llm.engine.follow_policy()
-        llm.generate(PROMPTS, PARAMS)
-        assert policy.asked > 0 and not llm.engine.pinned
-        made = llm.engine.decision
-        assert made is not None and made.reason == "time for another"
+    llm.switch("tp")
+    steer(llm, policy)
+    assert not llm.engine.pinned
+    assert llm.switch("dcp").decision is None and llm.engine.pinned
+    assert [output.tokens for output in llm.generate(PROMPTS, PARAMS)] == expected
+    assert policy.asked == 0 and llm.engine.layout == "dcp"
+    llm.engine.follow_policy()
+    llm.generate(PROMPTS, PARAMS)
+    assert policy.asked > 0 and not llm.engine.pinned
+    made = llm.engine.decision
+    assert made is not None and made.reason == "time for another"
 
 
 def test_the_cost_policy_serves_with_the_description_of_this_machine(

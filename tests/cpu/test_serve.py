@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, DeepseekV3ForCausalLM
 
 from splash.core.layout import LAYOUTS
 from splash.switch.orders import METHODS
-from tests.cpu.served import PROMPT, READY, START_TIMEOUT_S, Process, command, generating, serving
+from tests.cpu.served import PROMPT, READY, START_TIMEOUT_S, Process, cmdline, command, family, generating, serving
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -34,7 +34,7 @@ def checkpoint(tiny_checkpoint: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def server(checkpoint: Path) -> Iterator[Process]:
-    with serving(f"model.path={checkpoint}", "layout=dop", "ranks=2", "max_model_len=200") as running:
+    with serving(f"model.path={checkpoint}", "layout=dop", "ranks=2") as running:
         yield running
 
 
@@ -66,6 +66,14 @@ def test_the_ready_line_names_what_serves(server: Process) -> None:
         "pinned": False,
         "decision": None,
     }
+
+
+def test_the_server_itself_needs_no_torch(server: Process) -> None:
+    """Only ranks load it, so that a server starts sooner and takes little memory beside them."""
+    ranks = [pid for pid in family(server.process.pid) if b"splash.engine.worker" in cmdline(pid)]
+    assert len(ranks) == 2
+    loaded = ["libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in (server.process.pid, *ranks)]
+    assert loaded == [False, True, True]
 
 
 def test_completion_equals_transformers_and_its_own_stream(server: Process, checkpoint: Path) -> None:
@@ -154,7 +162,7 @@ def test_https_and_keys(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_a_client_that_leaves_frees_its_request(server: Process) -> None:
-    body = {"prompt": "hello", "max_tokens": 190, "stream": True, "ignore_eos": True}
+    body = {"prompt": "hello", "max_tokens": 1900, "stream": True, "ignore_eos": True}
     steps = server.health()["steps"]
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
         lines = response.iter_lines()
@@ -164,7 +172,7 @@ def test_a_client_that_leaves_frees_its_request(server: Process) -> None:
         if health["running"] + health["waiting"] == 0:
             break
     assert health["running"] + health["waiting"] == 0
-    assert health["steps"] - steps < 150, "the request ran to its end"
+    assert health["steps"] - steps < 1800, "the request ran to its end"
     with server.client() as client:
         assert client.completions.create(model="base", prompt="hello", max_tokens=1).usage.completion_tokens == 1
 

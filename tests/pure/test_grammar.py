@@ -16,8 +16,8 @@ from splash.core.errors import RequestError
 from splash.core.request import SamplingParams
 from splash.core.step import NewRequest
 from splash.engine import grammar
-from splash.engine.grammar import Grammars, allowed_tokens, choice_grammar, json_schema_grammar, regex_grammar
-from splash.engine.sampler import Sampler
+from splash.engine.grammar import Constraint, Grammars, choice_grammar, json_schema_grammar, regex_grammar
+from splash.engine.sampler import Sampler, allowed_tokens
 
 WORDS = ["null", "true", "false", '":', '", "', '{"', '"}', "]", "[1", " ", "ab", "é", "👍"]
 TOKENS = [*(bytes([byte]) for byte in range(256)), *(word.encode() for word in WORDS)]
@@ -39,6 +39,11 @@ class Bytes:
 
 
 GRAMMARS = Grammars(Bytes, VOCABULARY, (EOS, END))
+
+
+def allowed(constraint: Constraint) -> list[bool]:
+    """Of each token, whether it may come next."""
+    return allowed_tokens(torch.tensor(constraint.mask()[None]), VOCABULARY)[0].tolist()
 
 
 def sampler_of(*params: SamplingParams, seed: int = 100) -> Sampler:
@@ -125,7 +130,7 @@ def test_json_may_be_indented_but_not_padded() -> None:
     def allows(output: str) -> bool:
         constraint = GRAMMARS.begin(text)
         for token in [*output.encode(), EOS]:
-            if not allowed_tokens(constraint.mask().unsqueeze(0), VOCABULARY)[0, token]:
+            if not allowed(constraint)[token]:
                 return False
             constraint.accept(token)
         return True
@@ -146,7 +151,7 @@ def test_requests_with_the_same_grammar_do_not_share_their_place(monkeypatch: py
     first.mask()
     first.accept(ord("a"))
     for constraint, token in ((first, ord("b")), (second, ord("a"))):
-        assert allowed_tokens(constraint.mask().unsqueeze(0), VOCABULARY)[0, token]
+        assert allowed(constraint)[token]
     for text in texts:
         grammars.begin(text).mask()
     assert compiled == texts
@@ -158,13 +163,11 @@ def test_a_mask_allows_what_the_grammar_continues_with() -> None:
     constraint = GRAMMARS.begin(choice_grammar(["true", "t👍"]))
     seen = []
     for token in (ord("t"), len(TOKENS) - 1):
-        (allowed,) = allowed_tokens(constraint.mask().unsqueeze(0), VOCABULARY).tolist()
-        seen.append([token for token in range(VOCABULARY) if allowed[token]])
+        seen.append([token for token, may_come in enumerate(allowed(constraint)) if may_come])
         constraint.accept(token)
     assert seen[0] == [ord("t"), TOKENS.index(b"true")]
     assert seen[1] == [ord("r"), "👍".encode()[0], TOKENS.index("👍".encode())]
-    (allowed,) = allowed_tokens(constraint.mask().unsqueeze(0), VOCABULARY).tolist()
-    assert [token for token in range(VOCABULARY) if allowed[token]] == [EOS, END]
+    assert [token for token, may_come in enumerate(allowed(constraint)) if may_come] == [EOS, END]
 
 
 def test_the_rest_of_the_batch_is_as_without_grammars() -> None:

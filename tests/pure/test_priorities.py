@@ -156,7 +156,7 @@ def test_priorities_are_64_bit_integers(priority: object) -> None:
     scheduler.add(0, [1], greedy(), 0, -(2**63))
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     layout=st.sampled_from(sorted(LAYOUTS)).map(LAYOUTS.__getitem__),
     slots=st.lists(st.integers(2, 10), min_size=1, max_size=3).map(tuple),

@@ -116,7 +116,7 @@ def serving(
     return Served(Scheduler(config, pool), InOrder(config, layout, list(slots), random.Random(0)), ahead)
 
 
-@settings(max_examples=200)
+@settings(max_examples=90)
 @given(
     layout=st.sampled_from(sorted(LAYOUTS)).map(LAYOUTS.__getitem__),
     slots=st.lists(st.integers(2, 12), min_size=1, max_size=4).map(tuple),

@@ -118,7 +118,7 @@ busy = st.one_of(
 )
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     requests=busy,
     layout=st.sampled_from(sorted(LAYOUTS)),

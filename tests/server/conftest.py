@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -281,14 +282,22 @@ class ScriptedEngine:
         return record
 
 
+TLS = ssl.create_default_context()  # nothing here needs it, and each client would load it anew, for longer than a test
+LOOK_S = 0.005  # how often a server sees whether it is to stop
+
+
 class _Server(uvicorn.Server):
-    """Says when it listens."""
+    """Says when it listens, and stops soon after it was told to."""
 
     listening: threading.Event
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.listening.set()
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):
+            await asyncio.sleep(LOOK_S)
 
 
 @dataclass
@@ -325,8 +334,14 @@ def serving(engine: ScriptedEngine, grace_s: int | None = None, **options: Any) 
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
         with (
-            httpx.Client(base_url=url, timeout=20) as http,
-            openai.OpenAI(base_url=f"{url}/v1", api_key=api_key or "none", max_retries=0, timeout=20) as client,
+            httpx.Client(base_url=url, timeout=20, verify=TLS) as http,
+            openai.OpenAI(
+                base_url=f"{url}/v1",
+                api_key=api_key or "none",
+                max_retries=0,
+                timeout=20,
+                http_client=openai.DefaultHttpxClient(verify=TLS),
+            ) as client,
         ):
             yield Served(engine, url, http, client, stop)
     finally:

@@ -113,7 +113,7 @@ def test_a_few_cases(serve: Callable[..., Any], operation: tuple[str, str]) -> N
     statuses = fuzz(served.url, operation, 2 * OPERATIONS[operation])
     print(*operation, dict(sorted(statuses.items())))
     assert any(status < 300 or status == 404 for status in statuses), "nothing but refusals proves little"
-    assert served.http.get("/health").json()["running"] == 0
+    assert any(served.http.get("/health").json()["running"] == 0 for _ in range(1000))
 
 
 @contextlib.contextmanager

@@ -8,11 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from splash.platform.base import Arenas
-
-
-def arena_file_bytes(num_layers: int, arena_bytes: int) -> int:
-    """Bytes of one rank's memory file: every arena starts on a memory page, whatever a slot's size."""
-    return num_layers * -(-arena_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+from splash.platform.cpu.shared import arena_file_bytes
 
 
 class SharedArenas(Arenas):

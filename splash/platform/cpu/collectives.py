@@ -11,6 +11,7 @@ import platform
 from typing import Literal
 
 from splash.platform.base import Communicator
+from splash.platform.cpu.shared import mailbox_memory_bytes
 
 Kind = Literal["shm", "gloo"]
 KINDS: tuple[Kind, ...] = ("shm", "gloo")
@@ -23,8 +24,6 @@ def default_kind() -> Kind:
 
 def shared_bytes(kind: Kind, ranks: int) -> int:
     """Bytes of memory that the collectives of `ranks` ranks share."""
-    from splash.platform.cpu.shm import mailbox_memory_bytes
-
     return mailbox_memory_bytes(ranks) if kind == "shm" else 0
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from splash.core.errors import CapacityError, ConfigError, PlatformUnavailable
 from splash.platform.base import Availability, DeviceInfo, GroupHandle, Platform, Rank
 from splash.platform.cpu import collectives as host_collectives
+from splash.platform.cpu.shared import arena_file_bytes
 
 if TYPE_CHECKING:
     from splash.core.memory import ArenaGeometry
@@ -78,8 +79,6 @@ class CpuPlatform(Platform):
             raise PlatformUnavailable(f"cpu: {availability.reason}; {availability.remedy}")
         if attention not in ("auto", *self.attention_backends()):
             raise ConfigError("attention.backend", f"{attention!r} does not work on the CPU; choose auto or torch")
-        from splash.platform.cpu.arena import arena_file_bytes
-
         assert ranks >= 1 and num_layers >= 1
         arenas = arena_file_bytes(num_layers, geometry.arena_bytes)
         shared = host_collectives.shared_bytes(self._collectives, ranks)

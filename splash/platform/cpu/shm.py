@@ -25,16 +25,14 @@ import torch
 
 from splash.core.errors import WorkerError
 from splash.platform.base import Communicator
-
-MAILBOX_BYTES = 8 << 20  # payloads beyond this travel in several rounds; only pages that are touched take memory
+from splash.platform.cpu.shared import LINE_WORDS, MAILBOX_BYTES, header_bytes, mailbox_memory_bytes, table_words
 
 _SPIN_S = 0.002
 _SLEEP_S = 50e-6
 _TWO_PHASE_RANKS, _TWO_PHASE_BYTES = 4, 256 << 10  # from here on all_reduce is faster as reduce_scatter, all_gather
 _MAX_VIEWS = 4096
 
-# Words (int64) of a rank's control line. Two adjacent cache lines, because x86 prefetches them in pairs.
-_LINE_WORDS = 16
+# Words of a rank's control line.
 _SEQUENCE, _LEFT, _DESCRIPTORS = 0, 1, 2  # from _DESCRIPTORS on: (signature, elements), one pair a mailbox
 
 _OPERATIONS = ("barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -42,21 +40,6 @@ _BARRIER, _ALL_REDUCE, _ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL = range(5)
 _DTYPES = tuple(sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str))
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _ACCUMULATE_IN_FLOAT32 = frozenset(dtype for dtype in _DTYPES if dtype.is_floating_point and dtype.itemsize < 4)
-
-
-def mailbox_memory_bytes(ranks: int) -> int:
-    """Bytes of shared memory that the communicators of `ranks` ranks need, zero at first."""
-    return _header_bytes(ranks) + 2 * ranks * MAILBOX_BYTES
-
-
-def _table_words(ranks: int) -> int:
-    """Words of one all_to_all table (where each destination's elements start), padded to a control line."""
-    return -(-(ranks + 1) // _LINE_WORDS) * _LINE_WORDS
-
-
-def _header_bytes(ranks: int) -> int:
-    words = ranks * (_LINE_WORDS + 2 * _table_words(ranks))
-    return -(-words * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class ShmCommunicator(Communicator):
@@ -75,11 +58,11 @@ class ShmCommunicator(Communicator):
         self.size = size
         self._timeout_s = timeout_s
         self._next = 1  # the coming round; memory starts as zeros, so no rank has published it
-        self._control = memoryview(memory)[: _header_bytes(size)].cast("q")
-        self._line = rank * _LINE_WORDS
-        self._peers = tuple((peer, peer * _LINE_WORDS) for peer in range(size) if peer != rank)
-        self._tables = size * _LINE_WORDS
-        boxes = torch.frombuffer(memory, dtype=torch.uint8, offset=_header_bytes(size), count=2 * size * MAILBOX_BYTES)
+        self._control = memoryview(memory)[: header_bytes(size)].cast("q")
+        self._line = rank * LINE_WORDS
+        self._peers = tuple((peer, peer * LINE_WORDS) for peer in range(size) if peer != rank)
+        self._tables = size * LINE_WORDS
+        boxes = torch.frombuffer(memory, dtype=torch.uint8, offset=header_bytes(size), count=2 * size * MAILBOX_BYTES)
         self._boxes = boxes.view(2, size, MAILBOX_BYTES)
         self._views: dict[tuple[int, torch.dtype, int], tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = {}
 
@@ -153,7 +136,7 @@ class ShmCommunicator(Communicator):
                 raise self._disagreement(_ALL_TO_ALL, peer, f"sends {stop - start}", f"expects {count * width}")
             segments.append((peer, target, start, stop))
             if peer != self.rank:
-                longest = max(longest, self._control[peer * _LINE_WORDS + offset + 1])
+                longest = max(longest, self._control[peer * LINE_WORDS + offset + 1])
 
         for window in range(0, max(longest, 1), chunk):
             if window:
@@ -264,7 +247,7 @@ class ShmCommunicator(Communicator):
     def _table(self, rank: int, parity: int | None = None) -> int:
         """First word of a rank's all_to_all table of a round; of the coming round by default."""
         parity = self._next & 1 if parity is None else parity
-        return self._tables + (2 * rank + parity) * _table_words(self.size)
+        return self._tables + (2 * rank + parity) * table_words(self.size)
 
     def _round(self, signature: int, elements: int) -> int:
         """Publish the coming round, wait for every peer to publish it, and check that it is the same collective.
@@ -307,8 +290,10 @@ class ShmCommunicator(Communicator):
 
     def _check_arrivals(self, number: int, signature: int, waited: float) -> None:
         """Give up on the peers that have left the group, or on all that are missing once the timeout has passed."""
+        # First who has left: a peer may arrive and then leave between the two looks.
+        left = {peer for peer, line in self._peers if self._control[line + _LEFT]}
         missing = [peer for peer, line in self._peers if self._control[line] < number]
-        gone = [peer for peer in missing if self._control[peer * _LINE_WORDS + _LEFT]]
+        gone = [peer for peer in missing if peer in left]
         if gone:
             raise WorkerError(f"{_describe(signature)}: {_name(gone)} left the group before it", gone[0])
         if missing and waited > self._timeout_s:

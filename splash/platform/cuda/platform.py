@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,6 +24,7 @@ from splash.platform.base import (
 from splash.platform.cpu import collectives as host_collectives
 from splash.platform.cuda import nvml
 from splash.platform.kernels import Kernels
+from splash.platform.span import DeviceSpan
 
 if TYPE_CHECKING:
     import torch
@@ -164,9 +166,19 @@ class CudaPlatform(Platform):
         backends = _backends(info["attention"], device)
         is_queued = isinstance(comm, NcclCommunicator) or ranks == 1
         graphs = None if backends.capturable is None or not is_queued else CudaGraphs(backends.capturable)
-        copies = CudaCopyEngine(device)
         return Rank(
-            rank, ranks, device, arenas, comm, backends.attention, backends.kernels, copies, graphs, _memory_use, host
+            rank,
+            ranks,
+            device,
+            arenas,
+            comm,
+            backends.attention,
+            backends.kernels,
+            CudaCopyEngine(device),
+            graphs,
+            _memory_use,
+            host,
+            partial(DeviceSpan, device),
         )
 
     def _missing(self) -> Availability | None:
