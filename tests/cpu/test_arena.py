@@ -13,7 +13,7 @@ from splash.core.memory import ArenaGeometry
 from splash.core.spec import ModelSpec, RopeSpec, kv_format
 from splash.platform.base import Rank
 from splash.platform.cpu.arena import SharedArenas
-from splash.platform.cpu.platform import CpuPlatform, available_bytes
+from splash.platform.cpu.platform import CpuPlatform, available_bytes, memory_limit
 from splash.platform.cpu.shared import arena_file_bytes
 from tests.cpu.group import run_group
 
@@ -110,3 +110,13 @@ def test_a_description_of_the_host() -> None:
     cores = len(os.sched_getaffinity(0))
     assert platform.rank_environment(1)["OMP_NUM_THREADS"] == str(cores)
     assert platform.rank_environment(1000)["OMP_NUM_THREADS"] == "1"
+
+
+def test_files_that_nobody_reads_are_no_memory_in_use(tmp_path: Path) -> None:
+    assert memory_limit(tmp_path) == (1 << 62, 0), "no control group"
+    (tmp_path / "memory.current").write_text("9000\n")
+    (tmp_path / "memory.stat").write_text("anon 5000\nfile 4000\nactive_file 1000\ninactive_file 3000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory_limit(tmp_path) == (1 << 62, 0)
+    (tmp_path / "memory.max").write_text("10000\n")
+    assert memory_limit(tmp_path) == (10000, 6000)

@@ -56,7 +56,7 @@ class CpuPlatform(Platform):
         if not self.availability().ok:
             return []
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return [DeviceInfo(0, _processor_name(), min(total, _memory_limit()[0]), available_bytes())]
+        return [DeviceInfo(0, _processor_name(), min(total, memory_limit()[0]), available_bytes())]
 
     def default_ranks(self) -> int:
         return 2
@@ -131,16 +131,20 @@ def available_bytes() -> int:
     """Bytes that can be taken without swapping: what the kernel reckons, within the control group's limit."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
-            limit, used = _memory_limit()
+            limit, used = memory_limit()
             return max(0, min(int(line.split()[1]) << 10, limit - used))
     raise PlatformUnavailable("cpu: /proc/meminfo has no MemAvailable; Linux 3.14 or later is needed")
 
 
-def _memory_limit() -> tuple[int, int]:
-    """(limit, used) bytes of the control group (v2); no limit where there is none."""
-    root = Path("/sys/fs/cgroup")
+def memory_limit(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
+    """(limit, used) bytes of a control group (v2); no limit where there is none.
+
+    Pages of files that nobody has read lately count as the group's until their memory is wanted: they are not used.
+    """
     try:
-        return int((root / "memory.max").read_text()), int((root / "memory.current").read_text())
+        limit, current = (int((root / name).read_text()) for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+        return limit, current - int(stat.get("inactive_file", 0))
     except (OSError, ValueError):  # no control group, or "max"
         return 1 << 62, 0
 
