@@ -101,7 +101,7 @@ def test_nothing_is_named_in_shared_memory() -> None:
         handle.close()
 
 
-def test_a_description_of_the_host() -> None:
+def test_a_description_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     platform = CpuPlatform()
     assert platform.availability().ok
     (device,) = platform.devices()
@@ -110,6 +110,11 @@ def test_a_description_of_the_host() -> None:
     cores = len(os.sched_getaffinity(0))
     assert platform.rank_environment(1)["OMP_NUM_THREADS"] == str(cores)
     assert platform.rank_environment(1000)["OMP_NUM_THREADS"] == "1"
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    assert platform.rank_environment(1)["GOMP_SPINCOUNT"] == "1000"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert "GOMP_SPINCOUNT" not in platform.rank_environment(1), "whoever runs it decides"
 
 
 def test_files_that_nobody_reads_are_no_memory_in_use(tmp_path: Path) -> None:
