@@ -51,6 +51,7 @@ from splash.model.config import ModelConfig, load_model_config, parse_model_conf
 from splash.platform.registry import detect, require
 from splash.scheduler.policy import KINDS, PolicyConfig
 from splash.serve import read_options
+from splash.sweep.served import clairvoyant_s
 from splash.workload import Feed, Requests, load
 
 BUSY = 0.2  # cores that other processes may use before the figures are worth nothing
@@ -233,12 +234,12 @@ def simulate_turn(config: EngineConfig, layout: str, policy: PolicyConfig, reque
 def ceiling(fixed: list[Turn]) -> float:
     """Tokens a second with every stretch of the work in the time of the layout that was fastest over it."""
     total = fixed[0].served[-1][1]
-    marks = np.linspace(0, total, STRETCHES + 1)
-    spent = []
+    marks = np.arange(1, STRETCHES + 1) * (total / STRETCHES)
+    reached = []
     for turn in fixed:
         seconds, tokens = np.array([(0.0, 0), *turn.served]).T
-        spent.append(np.diff(np.interp(marks, tokens, seconds)))
-    return float(total / np.min(spent, axis=0).sum())
+        reached.append(np.interp(marks, tokens, seconds).tolist())
+    return float(total / clairvoyant_s(reached))
 
 
 def contenders(ranks: int, num_heads: int, policy: str) -> dict[str, tuple[str, PolicyConfig]]:

@@ -13,7 +13,7 @@ from typing import Self
 
 import numpy as np
 
-from splash.core.layout import KV, Layout
+from splash.core.layout import Layout
 from splash.core.memory import ArenaGeometry
 from splash.core.ownership import page_holders
 from splash.core.slots import PageAllocator
@@ -188,7 +188,7 @@ class PagePool:
         self.ranks = len(slots)
         self._holders = [HolderTable(layout, owner, self.ranks) for owner in range(self.ranks)]
         # Pages so many apart have the same holders, and these none of the pages between.
-        self._period = self.ranks if layout.kv is KV.POSITION else 1
+        self._period = 1 if all([table.always is not None for table in self._holders]) else self.ranks
         residents = list(resident)
         self._next_id = max((max(held.ids) for held in residents if held.ids), default=-1) + 1
         for held in residents:
