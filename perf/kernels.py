@@ -1,17 +1,16 @@
 """Time the Triton kernels on a GPU, each beside what it is to be compared with, in one run.
 
-    python -m perf.kernels [--only decode prefill experts products router small pages] [--out FILE]
+    python -m perf.kernels [--only decode prefill products router small pages] [--out FILE]
 
 Ceilings are measured first: the bandwidth of a large copy (bytes read plus bytes written) and the rate of a large bf16
 matrix product. Attention is compared with FlashInfer where that is installed, on the same values. Every kernel's result
 is checked against float32 torch on the same inputs before it is timed; a wrong one ends the run. Times are medians,
-those under a millisecond of graph replays, so that launches do not count.
+those under a millisecond of graph replays, so that launches do not count. Experts have a benchmark of their own.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 
 from perf.common import report
+from perf.gpu import ceilings, error, milliseconds, rounded, show
 from splash.core.spec import MoeSpec
 from splash.platform.base import AttentionBatch
 from splash.platform.cpu.kernels import CpuKernels
@@ -33,13 +33,6 @@ SCALE = (NOPE + R) ** -0.5
 DECODE = [(1, 4 << 10), (16, 4 << 10), (16, 32 << 10), (128, 4 << 10), (1, 128 << 10)]  # requests x tokens
 DECODE_HEADS = (16, 64, 128)
 PREFILL = [(2 << 10, 32 << 10), (8 << 10, 32 << 10), (2 << 10, 128 << 10), (8 << 10, 128 << 10)]  # rows over history
-EXPERTS = [
-    (1, 8),
-    (16, 8),
-    (128, 8),
-    (2048, 8),
-    (16384, 8),
-]  # rows x choices of each, among 64 experts, 32 of them here
 PRODUCTS = {  # summed dim, columns, and whether the columns of a weight are dense
     "Q-A and KV-A": (7168, 2112, True),
     "Q-B": (1536, 24576, True),
@@ -53,48 +46,6 @@ PRODUCTS = {  # summed dim, columns, and whether the columns of a weight are den
 PRODUCT_ROWS = (1, 4, 16)
 COLD_BYTES = 512 << 20  # of weights that take turns, so that none is left in the cache
 PREFILL_HEADS, MADE_HEADS, LONG_REPEATS = 128, 16, 3
-TOLERANCE = 2e-2  # of bf16 results, |got - want| / |want|
-
-
-def milliseconds(call: Callable[[], object], repeats: int = 20, graph: bool = True) -> float:
-    """Median time of a call on the device."""
-    call()
-    torch.cuda.synchronize()
-    timed = call
-    if graph:
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            call()
-        timed = captured.replay
-    for _ in range(2):
-        timed()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        timed()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
-
-
-def ceilings() -> dict[str, float]:
-    """Copy bandwidth in GB/s, reads and writes, and bf16 matrix rate in TFLOP/s."""
-    source = torch.randint(0, 255, (4 << 30,), dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    copy_ms = milliseconds(lambda: target.copy_(source), graph=False)
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    gemm_ms = milliseconds(lambda: a @ b)
-    return {"copy_gb_s": 2 * source.numel() / copy_ms / 1e6, "gemm_tflop_s": 2 * 8192**3 / gemm_ms / 1e9}
-
-
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """|got - want| / |want|, checked against the tolerance."""
-    found = ((got.float() - want.float()).norm() / want.float().norm()).item()
-    if not found < TOLERANCE:
-        raise SystemExit(f"wrong: the error is {found:.3g}, at most {TOLERANCE} is right")
-    return found
 
 
 class Paged:
@@ -310,38 +261,6 @@ def cudnn_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callab
     return call
 
 
-def experts(limits: dict[str, float]) -> list[dict[str, Any]]:
-    rows = []
-    kernels = TritonKernels("cuda")
-    dim, width, total, local = 7168, 2048, 64, 32
-    w13 = torch.randn(local, 2 * width, dim, device="cuda", dtype=torch.bfloat16) * dim**-0.5
-    w2 = torch.randn(local, dim, width, device="cuda", dtype=torch.bfloat16) * width**-0.5
-    for num_rows, top_k in EXPERTS:
-        x = torch.randn(num_rows, dim, device="cuda", dtype=torch.bfloat16)
-        expert = torch.rand(num_rows, total, device="cuda").topk(top_k).indices
-        weight = torch.rand(num_rows, top_k, device="cuda")
-        call = lambda: kernels.experts(x, expert, weight, w13, w2, 0)  # noqa: B023, E731
-        want = torch.zeros_like(x, dtype=torch.float32)
-        touched = [e for e in range(local) if bool((expert == e).any())]
-        for e in touched:
-            row_n, place_n = (expert == e).nonzero(as_tuple=True)
-            gate, up = (x[row_n] @ w13[e].t()).chunk(2, dim=-1)
-            product = (torch.nn.functional.silu(gate) * up) @ w2[e].t()
-            want.index_add_(0, row_n, product.float() * weight[row_n, place_n, None])
-        row: dict[str, Any] = {"what": "experts", "rows": num_rows, "experts": len(touched)}
-        if touched:
-            row["error"] = error(call(), want)
-        pairs = int((expert < local).sum())
-        ms = milliseconds(call)
-        flops, moved = 6 * pairs * dim * width, len(touched) * 6 * dim * width
-        # No faster than either ceiling allows.
-        bound_ms = max(flops / limits["gemm_tflop_s"] / 1e9, moved / limits["copy_gb_s"] / 1e6)
-        row |= {"ms": ms, "tflop_s": flops / ms / 1e9, "gb_s": moved / ms / 1e6, "of_bound": bound_ms / ms}
-        show(row)
-        rows.append(row)
-    return rows
-
-
 def products(limits: dict[str, float]) -> list[dict[str, Any]]:
     """Products of a few rows with the model's weights, beside torch's: of one among many with other weights."""
     kernels, rows = TritonKernels("cuda"), []
@@ -457,15 +376,9 @@ def pages(limits: dict[str, float]) -> list[dict[str, Any]]:
     return rows
 
 
-def show(row: dict[str, Any]) -> None:
-    texts = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()]
-    print("  ".join(texts), flush=True)
-
-
 SECTIONS: dict[str, Callable[[dict[str, float]], list[dict[str, Any]]]] = {
     "decode": decode,
     "prefill": prefill,
-    "experts": experts,
     "products": products,
     "router": router,
     "small": small,
@@ -485,11 +398,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         limits = ceilings()
         print(f"ceilings: copy {limits['copy_gb_s']:.0f} GB/s, bf16 product {limits['gemm_tflop_s']:.0f} TFLOP/s")
         results = {name: sections[name](limits) for name in options.only}
-    rounded = {
-        name: [{k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()} for row in rows]
-        for name, rows in results.items()
-    }
-    report("kernels", {"ceilings": {k: round(v, 1) for k, v in limits.items()}, **rounded}, options.out)
+    records = {name: [rounded(row) for row in rows] for name, rows in results.items()}
+    report("kernels", {"ceilings": {k: round(v, 1) for k, v in limits.items()}, **records}, options.out)
 
 
 if __name__ == "__main__":

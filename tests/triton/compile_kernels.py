@@ -22,8 +22,9 @@ from triton.compiler import ASTSource
 
 from splash.platform.triton import absorbed, expanded, experts, fused, pages, products, route, rows
 from splash.platform.triton.attention import absorbed_tiles, expanded_tiles
+from splash.platform.triton.experts import GroupedTiles
 from splash.platform.triton.kernels import expert_tiles
-from splash.platform.triton.launch import Target, Tiles
+from splash.platform.triton.launch import Target
 from splash.platform.triton.products import product_tiles
 
 C, R, NOPE, VALUE, PAGE = 512, 64, 128, 128, 64  # DeepSeek-V3's, and the default page size
@@ -34,7 +35,7 @@ POINTERS = {  # of kernels whose pointers are not all to the data's dtype
     "cos_ptr": "*fp32", "sin_ptr": "*fp32", "index_ptr": "*i64", "expert_ptr": "*i64", "router_ptr": "*fp32",
     "bias_ptr": "*fp32",
     "arrivals_ptr": "*i32",
-    "pairs_ptr": "*i32", "block_expert_ptr": "*i32", "counts_ptr": "*i32", "places_ptr": "*i32", "starts_ptr": "*i32",
+    "pairs_ptr": "*i32", "counts_ptr": "*i32", "places_ptr": "*i32", "starts_ptr": "*i32",
     "chunks_ptr": "*i64", "regions_ptr": "*i64",
 }  # fmt: skip
 ALIGNED = re.compile(r".*(_row|_head|_stride|_ptr|_a|_b)$|^(D|I|C|K|N)$")  # multiples of 16 in a model
@@ -120,10 +121,11 @@ def attention_cases(target: Target, dtype: torch.dtype) -> list[tuple[str, Any, 
 def expert_cases(target: Target, dtype: torch.dtype) -> list[tuple[str, Any, dict[str, Any], int, dict[str, str]]]:
     name, cases = NAMES[dtype], []
 
-    def constants(t: Tiles) -> dict[str, Any]:
+    def constants(t: GroupedTiles) -> dict[str, Any]:
         return {
-            "BLOCK_M": t.rows, "BLOCK_N": t.columns, "BLOCK_K": t.depth, "USE_TMA": t.tma, "SWAP": t.swap,
-            "PRECISION": t.precision, "STAGES": t.stages, "w13_desc": None, "w2_desc": None, "hidden_desc": None,
+            "HEIGHTS": t.heights, "STAGES": t.stages, "BLOCK_N": t.columns, "BLOCK_K": t.depth, "USE_TMA": t.tma,
+            "HIDDEN_TMA": t.tma and len(t.heights) == 1, "SWAP": t.swap, "PRECISION": t.precision,
+            "BLOCKS_FIRST": t.blocks_first, "FIELDS": 3, "w13_desc": None, "w2_desc": None, "hidden_desc": None,
         }  # fmt: skip
 
     for pairs in (4, 32, 1000):
@@ -131,7 +133,8 @@ def expert_cases(target: Target, dtype: torch.dtype) -> list[tuple[str, Any, dic
         types = {"w13_desc": described(name, up.columns, up.depth)} if up.tma else {}
         cases.append((f"up {pairs}", experts.up_kernel, constants(up), up.warps, types))
         types = {"w2_desc": described(name, down.columns, down.depth)} if down.tma else {}
-        types |= {"hidden_desc": described(name, down.rows, down.depth)} if down.tma else {}
+        if down.tma and len(down.heights) == 1:
+            types["hidden_desc"] = described(name, down.heights[-1], down.depth)
         cases.append((f"down {pairs}", experts.down_kernel, constants(down), down.warps, types))
     return cases
 
@@ -154,7 +157,7 @@ def product_cases(target: Target, dtype: torch.dtype) -> list[tuple[str, Any, di
 def small_cases() -> list[tuple[str, Any, dict[str, Any], int, dict[str, str]]]:
     words = {"source_ptr": "*i32", "target_ptr": "*i32"}
     expert = {"weight_ptr": "*fp32"}
-    assigned = {"BLOCK_P": 2048, "BLOCK_E": 256, "BLOCK_B": 512, "BLOCK_M": 32}
+    assigned = {"BLOCK_P": 2048, "BLOCK_E": 256, "BLOCK_B": 512, "HEIGHT": 32, "FIELDS": 3}
     choice = {
         "GROUPS": 8, "TOP_GROUPS": 4, "TOP_K": 8, "NORM": True, "BLOCK_G": 8, "BLOCK_S": 32, "BLOCK_K": 8,
     }  # fmt: skip
@@ -171,7 +174,7 @@ def small_cases() -> list[tuple[str, Any, dict[str, Any], int, dict[str, str]]]:
         ("choose", route.choose_kernel, choice, 1, expert),
         ("assign", experts.assign_kernel, assigned, 4, {}),
         ("count", experts.count_kernel, {"BLOCK": 256}, 4, {}),
-        ("offsets", experts.offsets_kernel, {"BLOCK_E": 256, "BLOCK_M": 128, "BLOCK": 32}, 4, {}),
+        ("offsets", experts.offsets_kernel, {"BLOCK_E": 256, "BLOCK": 32, "HEIGHT": 128, "FIELDS": 3}, 4, {}),
         ("place", experts.place_kernel, {"BLOCK": 256}, 4, {}),
         ("combine", experts.combine_kernel, {"TOP_K": 8, "BLOCK_D": 1024, "ADD": True}, 4, expert),
     ]

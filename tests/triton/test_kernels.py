@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from splash.core.spec import MoeSpec
 from splash.platform.cpu.kernels import CpuKernels
 from splash.platform.triton import experts, pages, route
-from splash.platform.triton.experts import max_blocks
 from splash.platform.triton.kernels import TritonKernels
 from splash.platform.triton.launch import Tiles, target_of
 from splash.platform.triton.products import Products, split
@@ -201,11 +200,6 @@ def test_experts_with_no_rows_or_none_chosen_here(kernels: TritonKernels, device
     assert torch.equal(kernels.experts(x, expert, weight, w13, w2, 0, x), x)
     assert torch.equal(kernels.experts(x, expert, weight, w13[:0], w2[:0], 0, x), x)
     assert kernels.experts(x[:0], expert[:0], weight[:0], w13, w2, 0).shape == (0, 6)
-
-
-@given(counts=st.lists(st.integers(0, 50), min_size=1, max_size=8), block=st.sampled_from([1, 4, 16]))
-def test_max_blocks_is_enough_for_any_choice(counts: list[int], block: int) -> None:
-    assert sum(-(-count // block) for count in counts) <= max_blocks(sum(counts), len(counts), block)
 
 
 @pytest.mark.parametrize("width", [16, 3])

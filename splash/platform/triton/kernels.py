@@ -8,8 +8,8 @@ import triton
 from splash.core.spec import MoeSpec
 from splash.platform.kernels import Kernels
 from splash.platform.triton import fused
-from splash.platform.triton.experts import experts
-from splash.platform.triton.launch import Target, Tiles, next_power_of_2, target_of
+from splash.platform.triton.experts import GroupedTiles, experts
+from splash.platform.triton.launch import Target, next_power_of_2, target_of
 from splash.platform.triton.products import Products
 from splash.platform.triton.route import route
 
@@ -123,24 +123,23 @@ class TritonKernels(Kernels):
         return experts(_rows(x_nD), expert_nk, weight_nk, w13_EID, w2_EDI, first_expert, beside_nD, up, down)
 
 
-def expert_tiles(target: Target, dtype: torch.dtype, rows_an_expert: float) -> tuple[Tiles, Tiles]:
+def expert_tiles(target: Target, dtype: torch.dtype, rows_an_expert: float) -> tuple[GroupedTiles, GroupedTiles]:
     """Tiles of the products with w13 and w2, by how many rows an expert gets at most on average."""
-    if dtype == torch.float32:
-        tiles = Tiles(16, 32, 32, warps=4, stages=1)
-        return tiles, tiles
-    if target.kind == "interpreter":
-        tiles = Tiles(16, 32, 32, warps=4, stages=1)
+    if dtype == torch.float32 or target.kind == "interpreter":
+        tiles = GroupedTiles((16,), 32, 32, warps=4, stages=(1,))
         return tiles, tiles
     if target.has_tma:
         if rows_an_expert <= 64:
-            tiles = Tiles(16 if rows_an_expert <= 8 else 32, 64, 128, warps=4, stages=4, tma=True, swap=True)
+            height = 16 if rows_an_expert <= 8 else 32
+            tiles = GroupedTiles((height,), 64, 128, warps=4, stages=(4,), tma=True, swap=True)
             return tiles, tiles
         if rows_an_expert <= 128:
-            tiles = Tiles(64, 128, 64, warps=8, stages=4, tma=True)
+            tiles = GroupedTiles((64,), 128, 64, warps=8, stages=(4,), tma=True)
             return tiles, tiles
-        return Tiles(128, 128, 64, warps=8, stages=3, tma=True), Tiles(128, 256, 64, warps=8, stages=3, tma=True)
-    rows = 16 if rows_an_expert <= 16 else 64
-    tiles = Tiles(rows, 64, 64, warps=4, stages=1 if target.kind == "hip" else 3)
+        up = GroupedTiles((128,), 128, 64, warps=8, stages=(3,), tma=True)
+        return up, GroupedTiles((128,), 256, 64, warps=8, stages=(3,), tma=True)
+    height = 16 if rows_an_expert <= 16 else 64
+    tiles = GroupedTiles((height,), 64, 64, warps=4, stages=(1 if target.kind == "hip" else 3,))
     return tiles, tiles
 
 

@@ -1,0 +1,24 @@
+"""Benchmarks of kernels run through, with the smallest shapes: on the CPU that is all they can show."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.triton.conftest import DEVICE
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="with a GPU the benchmarks themselves can be run")
+
+
+def test_experts_with_every_choice_of_tiles(tmp_path: Path) -> None:
+    from perf.experts import ROUTINGS, main
+
+    out = tmp_path / "experts.json"
+    main(["--tiny", "--rows", "20", "--rounds", "1", "--repeats", "1", "--out", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    assert {(row["routing"], row["tiles"]) for row in rows} == {
+        (routing, tiles) for routing in ROUTINGS for tiles in ("chosen", "one height", "heights")
+    }
+    assert {row["most_rows"] for row in rows if row["routing"] == "same"} == {20}
