@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from splash.platform.triton import absorbed, expanded, experts, fused, pages, products, route, rows
+from splash.platform.triton import absorbed, expanded, experts, fused, pages, products, route, rows, sums
 from splash.platform.triton.attention import absorbed_tiles, expanded_tiles
 from splash.platform.triton.experts import GroupedTiles
 from splash.platform.triton.kernels import expert_tiles
@@ -36,7 +36,7 @@ POINTERS = {  # of kernels whose pointers are not all to the data's dtype
     "bias_ptr": "*fp32",
     "arrivals_ptr": "*i32",
     "pairs_ptr": "*i32", "counts_ptr": "*i32", "places_ptr": "*i32", "starts_ptr": "*i32",
-    "chunks_ptr": "*i64", "regions_ptr": "*i64",
+    "chunks_ptr": "*i64", "regions_ptr": "*i64", "calls_ptr": "*i64",
 }  # fmt: skip
 ALIGNED = re.compile(r".*(_row|_head|_stride|_ptr|_a|_b)$|^(D|I|C|K|N)$")  # multiples of 16 in a model
 
@@ -66,7 +66,10 @@ def compile_kernel(
     if kernel.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource as source_class
     source = source_class(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
-    return triton.compile(source, target=target, options={"num_warps": warps})
+    options: dict[str, Any] = {"num_warps": warps}
+    if kernel.debug:  # as its launch has it
+        options |= {"debug": True, "sanitize_overflow": False}
+    return triton.compile(source, target=target, options=options)
 
 
 def resources(compiled: Any) -> dict[str, int]:
@@ -158,6 +161,9 @@ def small_cases() -> list[tuple[str, Any, dict[str, Any], int, dict[str, str]]]:
     words = {"source_ptr": "*i32", "target_ptr": "*i32"}
     expert = {"weight_ptr": "*fp32"}
     assigned = {"BLOCK_P": 2048, "BLOCK_E": 256, "BLOCK_B": 512, "HEIGHT": 32, "FIELDS": 3}
+    summed = {
+        "RANKS": 8, "BLOCK_T": 8, "BLOCK": 2048, "PARTS": 256, "COUNTER_BYTES": 32, "PART_BYTES": 4096,
+    }  # fmt: skip
     choice = {
         "GROUPS": 8, "TOP_GROUPS": 4, "TOP_K": 8, "NORM": True, "BLOCK_G": 8, "BLOCK_S": 32, "BLOCK_K": 8,
     }  # fmt: skip
@@ -176,6 +182,7 @@ def small_cases() -> list[tuple[str, Any, dict[str, Any], int, dict[str, str]]]:
         ("count", experts.count_kernel, {"BLOCK": 256}, 4, {}),
         ("offsets", experts.offsets_kernel, {"BLOCK_E": 256, "BLOCK": 32, "HEIGHT": 128, "FIELDS": 3}, 4, {}),
         ("place", experts.place_kernel, {"BLOCK": 256}, 4, {}),
+        ("sum", sums.sum_kernel, summed, 4, {}),
         ("combine", experts.combine_kernel, {"TOP_K": 8, "BLOCK_D": 1024, "ADD": True}, 4, expert),
     ]
 
