@@ -52,7 +52,7 @@ DEEPSEEK, TINY = Shape(7168, 2048, 64, 32, 8), Shape(64, 32, 8, 4, 2)
 def tile_sets(shape: Shape, num_rows: int) -> dict[str, TilePair]:
     """Tiles of the products with w13 and w2, by name; the engine's choice first."""
     rows_an_expert = num_rows * shape.top_k / shape.local
-    sets = {"chosen": expert_tiles(target_of(torch.device(DEVICE)), DTYPE, rows_an_expert)}
+    sets = {"chosen": expert_tiles(target_of(torch.device(DEVICE)), DTYPE, rows_an_expert, num_rows)}
     if not HAS_GPU:
         tiles = GroupedTiles((16,), 32, 32, warps=4, stages=(1,))
         several = replace(tiles, heights=(16, 32), stages=(1, 1), blocks_first=True)

@@ -131,8 +131,8 @@ def expert_cases(target: Target, dtype: torch.dtype) -> list[tuple[str, Any, dic
             "BLOCKS_FIRST": t.blocks_first, "FIELDS": 3, "w13_desc": None, "w2_desc": None, "hidden_desc": None,
         }  # fmt: skip
 
-    for pairs in (4, 32, 1000):
-        up, down = expert_tiles(target, dtype, pairs)
+    for pairs, num_rows in ((4, 16), (32, 128), (100, 400), (1000, 4000)):
+        up, down = expert_tiles(target, dtype, pairs, num_rows)
         types = {"w13_desc": described(name, up.columns, up.depth)} if up.tma else {}
         cases.append((f"up {pairs}", experts.up_kernel, constants(up), up.warps, types))
         types = {"w2_desc": described(name, down.columns, down.depth)} if down.tma else {}

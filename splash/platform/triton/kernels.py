@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 
@@ -14,6 +16,7 @@ from splash.platform.triton.products import Products
 from splash.platform.triton.route import route
 
 _ROTATED_HEADS = 16  # heads a program rotates
+_HEIGHTS = (16, 32, 64, 128)  # of tiles of an expert's rows, where rows are few
 
 
 class TritonKernels(Kernels):
@@ -119,27 +122,37 @@ class TritonKernels(Kernels):
         beside_nD: torch.Tensor | None = None,
     ) -> torch.Tensor:
         pairs = expert_nk.numel() / max(1, len(w13_EID))
-        up, down = expert_tiles(self._target, x_nD.dtype, pairs)
+        up, down = expert_tiles(self._target, x_nD.dtype, pairs, len(x_nD))
         return experts(_rows(x_nD), expert_nk, weight_nk, w13_EID, w2_EDI, first_expert, beside_nD, up, down)
 
 
-def expert_tiles(target: Target, dtype: torch.dtype, rows_an_expert: float) -> tuple[GroupedTiles, GroupedTiles]:
-    """Tiles of the products with w13 and w2, by how many rows an expert gets at most on average."""
+def expert_tiles(
+    target: Target, dtype: torch.dtype, rows_an_expert: float, num_rows: int
+) -> tuple[GroupedTiles, GroupedTiles]:
+    """Tiles of the products with w13 and w2, by how many rows an expert gets at most on average, and how many at most.
+
+    Where rows are few, weights are what is read, once for each block of an expert: so that one block will do for the
+    rows of any expert, there are heights to choose from. And w2's columns are wide, since every program of a block
+    reads its rows again.
+    """
     if dtype == torch.float32 or target.kind == "interpreter":
         tiles = GroupedTiles((16,), 32, 32, warps=4, stages=(1,))
         return tiles, tiles
     if target.has_tma:
-        if rows_an_expert <= 64:
-            height = 16 if rows_an_expert <= 8 else 32
-            tiles = GroupedTiles((height,), 64, 128, warps=4, stages=(4,), tma=True, swap=True)
+        if num_rows <= 16:
+            tiles = GroupedTiles((16,), 64, 128, warps=4, stages=(4,), tma=True, swap=True)
             return tiles, tiles
+        if rows_an_expert <= 64:
+            up = GroupedTiles(_HEIGHTS, 64, 128, warps=4, stages=(4, 4, 4, 3), tma=True, swap=True, blocks_first=True)
+            return up, replace(up, columns=128, depth=64, stages=(5, 5, 4, 3))
         if rows_an_expert <= 128:
             tiles = GroupedTiles((64,), 128, 64, warps=8, stages=(4,), tma=True)
             return tiles, tiles
         up = GroupedTiles((128,), 128, 64, warps=8, stages=(3,), tma=True)
         return up, GroupedTiles((128,), 256, 64, warps=8, stages=(3,), tma=True)
-    height = 16 if rows_an_expert <= 16 else 64
-    tiles = GroupedTiles((height,), 64, 64, warps=4, stages=(1 if target.kind == "hip" else 3,))
+    heights = (16,) if num_rows <= 16 else (16, 64) if rows_an_expert <= 64 else (64,)
+    stages = (1 if target.kind == "hip" else 3,) * len(heights)
+    tiles = GroupedTiles(heights, 64, 64, warps=4, stages=stages, blocks_first=len(heights) > 1)
     return tiles, tiles
 
 
