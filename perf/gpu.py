@@ -28,7 +28,7 @@ def recorded(call: Callable[[], object], graph: bool = True) -> Callable[[], obj
     timed = call
     if graph:
         captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
+        with torch.cuda.graph(captured, capture_error_mode="thread_local"):  # NCCL has a thread that watches
             call()
         timed = captured.replay
     for _ in range(2):

@@ -22,3 +22,14 @@ def test_experts_with_every_choice_of_tiles(tmp_path: Path) -> None:
         (routing, tiles) for routing in ROUTINGS for tiles in ("chosen", "one height", "heights")
     }
     assert {row["most_rows"] for row in rows if row["routing"] == "same"} == {20}
+
+
+def test_sums_by_two_ranks(tmp_path: Path) -> None:
+    from perf.sums import main
+
+    out = tmp_path / "sums.json"
+    main([*"--ranks 2 --bytes 512 --parts 256 --rounds 1 --repeats 1 --out".split(), str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["operation"], row["by"]) for row in rows] == [
+        (operation, by) for operation in ("all_reduce", "reduce_scatter") for by in ("host", "parts of 256")
+    ]
