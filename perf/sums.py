@@ -28,6 +28,7 @@ from perf.gpu import DTYPE, HAS_GPU, one_time, recorded, rounded, show
 from splash.core.memory import ArenaGeometry
 from splash.core.spec import ModelSpec, RopeSpec, kv_format
 from splash.platform.base import Arenas, Communicator, Platform, Rank
+from splash.platform.cuda.comm import ShortSumsCommunicator
 from splash.platform.registry import get_platform
 from splash.platform.triton.sums import PeerSums, region_bytes
 
@@ -76,6 +77,7 @@ def spawn(ranks: int, options: Sequence[str]) -> list[dict[str, Any]]:
 def measure(rank: Rank, sizes: Sequence[int], parts: Sequence[int], rounds: int, repeats: int) -> list[dict[str, Any]]:
     """In a rank: every operation and size."""
     host = rank.host or rank.comm
+    library = rank.comm.rest if isinstance(rank.comm, ShortSumsCommunicator) else rank.comm
     longest = max(sizes)
     regions = [_regions(rank, region_bytes(longest, part)) for part in parts]
     kernels = {
@@ -89,7 +91,7 @@ def measure(rank: Rank, sizes: Sequence[int], parts: Sequence[int], rounds: int,
         filled = filled.to(rank.device, DTYPE)
         counts = [len(filled) // rank.size] * rank.size
         even = sum(counts)
-        ways: dict[str, Communicator | PeerSums] = {"nccl" if HAS_GPU else "host": rank.comm, **kernels}
+        ways: dict[str, Communicator | PeerSums] = {"nccl" if HAS_GPU else "host": library, **kernels}
         for operation in ("all_reduce", "reduce_scatter"):
             x = filled.clone()
             calls: dict[str, Callable[[], object]] = {}

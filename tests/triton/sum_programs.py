@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from triton.runtime import interpreter
@@ -56,6 +57,27 @@ def sums(rank: Rank, calls: Sequence[Call], tolerance: float, replays: int = 0) 
     if arenas is not rank.arenas:
         arenas.close()
     return checked
+
+
+def by_length(rank: Rank) -> list[int]:
+    """Short sums by the kernel, long ones and other dtypes by the host: how often the host was asked for each."""
+    from splash.platform.cuda.comm import ShortSumsCommunicator
+
+    rest = mock.Mock(wraps=rank.comm, rank=rank.rank, size=rank.size)
+    comm = ShortSumsCommunicator(
+        rest, PeerSums(rank.arenas, rank.rank, rank.size, 60.0, MAX_BYTES, PART_BYTES), rank.arenas
+    )
+    counts = [1] * (rank.size - 1) + [4]
+    for dtype, rows in ((torch.float32, 1), (torch.float32, 400), (torch.int64, 1), (torch.float32, 0)):
+        parts = [tensor_of(of, (sum(counts), rows), dtype, 0) for of in range(rank.size)]
+        total = sum_in_rank_order(parts)
+        assert torch.equal(comm.reduce_scatter(parts[rank.rank], counts), total.split(counts)[rank.rank])
+        assert torch.equal(comm.all_reduce(parts[rank.rank]), total)
+    x = tensor_of(rank.rank, (1, 3), torch.float32, 0)
+    assert len(comm.all_gather(x, [1] * rank.size)) == rank.size
+    assert len(comm.all_to_all(x.repeat(rank.size, 1), [1] * rank.size, [1] * rank.size)) == rank.size
+    comm.barrier()
+    return [getattr(rest, name).call_count for name in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")]
 
 
 def stays_away(rank: Rank) -> str:

@@ -42,6 +42,12 @@ def test_sums_of_ranks_that_share_memory(ranks: int) -> None:
         assert got == [len(calls)] * ranks
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="with a GPU kernels are not interpreted")
+def test_short_sums_take_the_kernel_and_long_ones_do_not() -> None:
+    geometry = ArenaGeometry(SPEC, kv_format(SPEC, "float32"), 16, 4, 2, num_slots=257)
+    assert run_group(f"{HERE}:by_length", 2, geometry=geometry) == [[3, 3, 1, 1]] * 2
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU the assertion takes the process with it")
 def test_a_peer_that_does_not_come_ends_the_wait() -> None:
     geometry = ArenaGeometry(SPEC, kv_format(SPEC, "float32"), 16, 4, 2, num_slots=257)

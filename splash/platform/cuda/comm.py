@@ -1,17 +1,23 @@
-"""Collectives on GPUs: NCCL where every rank has a GPU of its own, the host's memory where ranks share one."""
+"""Collectives on GPUs: NCCL where every rank has a GPU of its own, the host's memory where ranks share one.
+
+Where peers' memory takes atomic operations, short sums are made by a kernel of our own.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import distributed
 
 from splash.core.errors import WorkerError
-from splash.platform.base import Communicator
+from splash.platform.base import Arenas, Communicator
+
+if TYPE_CHECKING:
+    from splash.platform.triton.sums import PeerSums
 
 _T = TypeVar("_T")
 
@@ -134,6 +140,43 @@ class NcclCommunicator(Communicator):
         except RuntimeError as error:
             self._failed = True
             raise WorkerError(f"{name} on rank {self.rank}: {error}") from error
+
+
+class ShortSumsCommunicator(Communicator):
+    """Short sums by one kernel over memory that all ranks map, everything else by another communicator.
+
+    Args:
+        rest: does everything else, and is closed with this.
+        sums: makes sums as long as it can; all of them are queued in one stream.
+        regions: its memory, closed with this.
+
+    Attributes:
+        rest: as given.
+    """
+
+    def __init__(self, rest: Communicator, sums: PeerSums, regions: Arenas) -> None:
+        self.rank, self.size = rest.rank, rest.size
+        self.rest = rest
+        self._sums, self._regions = sums, regions
+
+    def barrier(self) -> None:
+        self.rest.barrier()
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return self._sums.all_reduce(x) if self._sums.fits(x) else self.rest.all_reduce(x)
+
+    def all_gather(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        return self.rest.all_gather(x, counts)
+
+    def reduce_scatter(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        return self._sums.reduce_scatter(x, counts) if self._sums.fits(x) else self.rest.reduce_scatter(x, counts)
+
+    def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
+        return self.rest.all_to_all(x, send, receive)
+
+    def close(self) -> None:
+        self.rest.close()
+        self._regions.close()
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _INSTALL = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130"
 _ON_CPU = "serve on the CPU: +hardware=cpu"
 CONTEXT_BYTES = 1 << 30  # of a process: CUDA's own, kernels and libraries
+SHORT_SUM_BYTES = 256 << 10  # up to here sums are made by a kernel of our own
 
 
 class CudaPlatform(Platform):
@@ -158,13 +159,15 @@ class CudaPlatform(Platform):
             arenas = MappedArenas(host, info["num_layers"], info["arena_bytes"], device)
         except CapacityError as error:
             raise CapacityError(_arenas_do_not_fit(info, rank, error)) from None
+        is_apart = len(set(devices)) == ranks > 1
         comm: Communicator
-        if len(set(devices)) == ranks > 1:
-            comm = NcclCommunicator(host, info["nccl_fd"], device, timeout_s)
+        if is_apart:
+            nccl = NcclCommunicator(host, info["nccl_fd"], device, timeout_s)
+            comm = _with_short_sums(nccl, host, devices, timeout_s)
         else:
             comm = StagedCommunicator(host, device)
         backends = _backends(info["attention"], device)
-        is_queued = isinstance(comm, NcclCommunicator) or ranks == 1
+        is_queued = is_apart or ranks == 1
         graphs = None if backends.capturable is None or not is_queued else CudaGraphs(backends.capturable)
         return Rank(
             rank,
@@ -229,6 +232,28 @@ def _backends(attention: str, device: torch.device) -> _Backends:
 
     flashinfer = FlashInferAttention(device, triton)
     return _Backends(flashinfer, kernels, flashinfer)
+
+
+def _with_short_sums(rest: Communicator, host: Communicator, devices: list[int], timeout_s: float) -> Communicator:
+    """`rest` with short sums by a kernel of our own, where Triton is and every rank's memory takes atomics from all."""
+    import torch
+
+    from splash.platform.cuda.arena import MappedArenas
+    from splash.platform.cuda.comm import ShortSumsCommunicator
+    from splash.platform.cuda.runtime import runtime
+
+    own = devices[host.rank]
+    can = find_spec("triton") is not None and all(runtime().has_atomics(own, peer) for peer in devices if peer != own)
+    if not bool(host.all_gather(torch.tensor([can]), [1] * host.size).all()):
+        return rest
+    from splash.platform.triton.sums import PeerSums, region_bytes
+
+    device = torch.device("cuda", own)
+    regions = MappedArenas(host, 1, region_bytes(SHORT_SUM_BYTES), device)
+    sums = PeerSums(regions, host.rank, host.size, timeout_s, SHORT_SUM_BYTES)
+    for dtype in (torch.bfloat16, torch.float32):
+        sums.all_reduce(torch.zeros(64, dtype=dtype, device=device))  # compiled now, while nobody waits
+    return ShortSumsCommunicator(rest, sums, regions)
 
 
 def _memory_use() -> MemoryUse:

@@ -19,6 +19,7 @@ IPC_HANDLE_BYTES = 64
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 _DEFAULT_KIND = 4  # cudaMemcpyDefault: the addresses say what they are
+_PEER_ATOMICS = 3  # cudaDevP2PAttrNativeAtomicSupported
 
 
 class IpcHandle(ctypes.Structure):
@@ -82,6 +83,12 @@ class Runtime:
     def unmap(self, address: int) -> None:
         """Undo `map`."""
         self._call("cudaIpcCloseMemHandle", ctypes.c_void_p(address))
+
+    def has_atomics(self, device: int, peer: int) -> bool:
+        """Whether `device` can do atomic operations in a peer's memory: over NVLink it can, over PCIe not."""
+        value = ctypes.c_int()
+        self._call("cudaDeviceGetP2PAttribute", ctypes.byref(value), ctypes.c_int(_PEER_ATOMICS), device, peer)
+        return bool(value.value)
 
     def copy(self, target: int, source: int, extents: np.ndarray, stream: int) -> None:
         """Queue copies of byte ranges, int64 [n, 3] of (to, from, bytes) relative to the two addresses."""
