@@ -1,18 +1,18 @@
 """Time the Triton kernels on a GPU, each beside what it is to be compared with, in one run.
 
-    python -m perf.kernels [--only decode prefill products router small pages] [--out FILE]
+    python -m perf.kernels [--only decode products router small pages] [--out FILE]
 
 Ceilings are measured first: the bandwidth of a large copy (bytes read plus bytes written) and the rate of a large bf16
 matrix product. Attention is compared with FlashInfer where that is installed, on the same values. Every kernel's result
 is checked against float32 torch on the same inputs before it is timed; a wrong one ends the run. Times are medians,
-those under a millisecond of graph replays, so that launches do not count. Experts have a benchmark of their own.
+those under a millisecond of graph replays, so that launches do not count. `perf.prefill` and
+`perf.experts` have prompts' attention and experts.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,17 @@ import torch
 
 from perf.common import report
 from perf.gpu import ceilings, error, milliseconds, rounded, show
+from perf.paged import DEEPSEEK, Paged, flashinfer_mla, reference
 from splash.core.spec import MoeSpec
-from splash.platform.base import AttentionBatch
 from splash.platform.cpu.kernels import CpuKernels
 from splash.platform.triton.attention import TritonAttention
 from splash.platform.triton.kernels import TritonKernels
 from splash.platform.triton.pages import chunk_table, copy_chunks, region_table
 
-QUERY, C, R, NOPE, VALUE, PAGE = 1536, 512, 64, 128, 128, 64  # DeepSeek-V3's, and the default page size
-SCALE = (NOPE + R) ** -0.5
+QUERY, C, R = 1536, DEEPSEEK.latent, DEEPSEEK.rotary
+NOPE, PAGE, SCALE = DEEPSEEK.nope, DEEPSEEK.page, DEEPSEEK.scale
 DECODE = [(1, 4 << 10), (16, 4 << 10), (16, 32 << 10), (128, 4 << 10), (1, 128 << 10)]  # requests x tokens
 DECODE_HEADS = (16, 64, 128)
-PREFILL = [(2 << 10, 32 << 10), (8 << 10, 32 << 10), (2 << 10, 128 << 10), (8 << 10, 128 << 10)]  # rows over history
 PRODUCTS = {  # summed dim, columns, and whether the columns of a weight are dense
     "Q-A and KV-A": (7168, 2112, True),
     "Q-B": (1536, 24576, True),
@@ -45,68 +44,6 @@ PRODUCTS = {  # summed dim, columns, and whether the columns of a weight are den
 }
 PRODUCT_ROWS = (1, 4, 16)
 COLD_BYTES = 512 << 20  # of weights that take turns, so that none is left in the cache
-PREFILL_HEADS, MADE_HEADS, LONG_REPEATS = 128, 16, 3
-
-
-class Paged:
-    """`requests` sequences of `length` tokens in scattered pages, the last `rows` of each being queries."""
-
-    def __init__(self, requests: int, length: int, rows: int) -> None:
-        pages_each = -(-length // PAGE)
-        total = requests * pages_each
-        self.requests, self.length, self.rows = requests, length, rows
-        self.pages = torch.randn(total, PAGE, C + R, device="cuda", dtype=torch.bfloat16)
-        self.slots = np.random.default_rng(0).permutation(total).reshape(requests, pages_each)
-        self.batch = AttentionBatch(
-            row_positions=np.tile(np.arange(length - rows, length), requests),
-            row_starts=np.arange(requests + 1) * rows,
-            slots=self.slots.reshape(-1),
-            numbers=np.tile(np.arange(pages_each), requests),
-            page_starts=np.arange(requests + 1) * pages_each,
-        )
-
-    def history(self, request: int) -> torch.Tensor:
-        """[L, C + R] of one request."""
-        slots = torch.from_numpy(self.slots[request]).to("cuda")
-        return self.pages[slots].flatten(0, 1)[: self.length]
-
-    def indptr(self) -> tuple[torch.Tensor, ...]:
-        """FlashInfer's description: query and page boundaries, pages, lengths (int32)."""
-        starts, page_starts = (
-            torch.from_numpy(np.asarray(x)).int() for x in (self.batch.row_starts, self.batch.page_starts)
-        )
-        return (
-            starts,
-            page_starts,
-            torch.from_numpy(self.slots.reshape(-1)).int(),
-            torch.full((self.requests,), self.length).int(),
-        )
-
-
-def reference(q_hK: torch.Tensor, keys_LK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Absorbed attention of one row in float32."""
-    scores = q_hK.float() @ keys_LK.float().T * SCALE
-    return scores.softmax(-1) @ keys_LK[:, :C].float(), scores.logsumexp(-1)
-
-
-def flashinfer_mla(cache: Paged, heads: int, q: torch.Tensor, causal: bool) -> Callable[[], torch.Tensor] | None:
-    """FlashInfer's absorbed attention on the same values, None where it is not installed."""
-    try:
-        from flashinfer.mla import BatchMLAPagedAttentionWrapper
-    except ImportError:
-        return None
-    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), backend="fa3")
-    starts, page_starts, slots, lengths = (x.to("cuda") for x in cache.indptr())
-    wrapper.plan(starts, page_starts, slots, lengths, heads, C, R, PAGE, causal, SCALE, torch.bfloat16, torch.bfloat16)
-    latents, rotary = cache.pages[..., :C].contiguous(), cache.pages[..., C:].contiguous()
-    nope, pe = q[..., :C].contiguous(), q[..., C:].contiguous()
-    out, lse = torch.empty_like(nope), torch.empty(q.shape[:2], dtype=torch.float32, device="cuda")
-
-    def call() -> torch.Tensor:
-        wrapper.run(nope, pe, latents, rotary, out=out, lse=lse, return_lse=True)
-        return out
-
-    return call
 
 
 def decode(limits: dict[str, float]) -> list[dict[str, Any]]:
@@ -133,132 +70,6 @@ def decode(limits: dict[str, float]) -> list[dict[str, Any]]:
             show(row)
             rows.append(row)
     return rows
-
-
-def prefill(limits: dict[str, float], ragged: bool = True) -> list[dict[str, Any]]:
-    rows = []
-    for num_rows, history in PREFILL:
-        cache = Paged(1, history + num_rows, num_rows)
-        absorbed = prefill_absorbed(cache, limits)
-        torch.cuda.empty_cache()
-        expanded = prefill_expanded(cache, limits, ragged)
-        expanded["of_absorbed"] = absorbed["ms"] / expanded["ms"]
-        torch.cuda.empty_cache()
-        for row in (absorbed, expanded):
-            show(row)
-            rows.append(row)
-    return rows
-
-
-def causal_pairs(cache: Paged) -> int:
-    """Pairs of a row and a key that it sees."""
-    history = cache.length - cache.rows
-    return cache.rows * history + cache.rows * (cache.rows + 1) // 2
-
-
-def prefill_absorbed(cache: Paged, limits: dict[str, float]) -> dict[str, Any]:
-    attention, heads, history = TritonAttention("cuda"), PREFILL_HEADS, cache.length - cache.rows
-    row: dict[str, Any] = {"what": "prefill absorbed", "rows": cache.rows, "history": history, "heads": heads}
-    q = torch.randn(cache.rows, heads, C + R, device="cuda", dtype=torch.bfloat16)
-    out, _ = attention.attend(q, cache.pages, cache.batch, SCALE, C)
-    middle = cache.rows // 2
-    want, _ = reference(q[middle], cache.history(0)[: history + middle + 1])
-    row["error"] = error(out[middle], want)
-    ms = milliseconds(lambda: attention.attend(q, cache.pages, cache.batch, SCALE, C), LONG_REPEATS, graph=False)
-    row |= {"ms": ms, "tflop_s": 2 * causal_pairs(cache) * heads * (2 * C + R) / ms / 1e9}
-    row["of_gemm"] = row["tflop_s"] / limits["gemm_tflop_s"]
-    theirs = flashinfer_mla(cache, heads, q, True)
-    if theirs is not None:
-        error(theirs(), out)
-        row["flashinfer_ms"] = milliseconds(theirs, LONG_REPEATS, graph=False)
-        row["of_flashinfer"] = row["flashinfer_ms"] / ms
-    return row
-
-
-def prefill_expanded(cache: Paged, limits: dict[str, float], ragged: bool) -> dict[str, Any]:
-    """Attention that makes each head's keys and values first, beside attention that is given them."""
-    attention, heads, history = TritonAttention("cuda"), PREFILL_HEADS, cache.length - cache.rows
-    row: dict[str, Any] = {"what": "prefill expanded", "rows": cache.rows, "history": history, "heads": heads}
-    q = torch.randn(cache.rows, heads, NOPE + R, device="cuda", dtype=torch.bfloat16)
-    kv_b = torch.randn(heads, NOPE + VALUE, C, device="cuda", dtype=torch.bfloat16) * C**-0.5
-    keys = cache.history(0)
-
-    def ours() -> torch.Tensor:
-        return attention.attend_expanded(q, cache.pages, cache.batch, kv_b, SCALE)
-
-    def make() -> None:
-        for head in range(0, heads, MADE_HEADS):  # the product alone, in pieces that fit
-            _ = keys[:, :C] @ kv_b[head : head + MADE_HEADS].flatten(0, 1).t()
-
-    out = ours()
-    middle = cache.rows // 2
-    row["error"] = error(out[middle, :2], reference_expanded(q[middle, :2], keys[: history + middle + 1], kv_b[:2]))
-    ms, make_ms = milliseconds(ours, LONG_REPEATS, graph=False), milliseconds(make, LONG_REPEATS, graph=False)
-    # Rates count what attention computes; making keys and values is the price of the form.
-    flop = 2 * causal_pairs(cache) * heads * (NOPE + R + VALUE)
-    row |= {"ms": ms, "tflop_s": flop / ms / 1e9, "make_ms": make_ms, "attention_tflop_s": flop / (ms - make_ms) / 1e9}
-    row["of_gemm"] = row["tflop_s"] / limits["gemm_tflop_s"]
-    # Theirs on a few heads, whose keys and values fit: heads are independent.
-    part = slice(0, MADE_HEADS)
-    made = (keys[:, :C] @ kv_b[part].flatten(0, 1).t()).view(len(keys), MADE_HEADS, NOPE + VALUE)
-    k = torch.cat((made[..., :NOPE], keys[:, None, C:].expand(-1, MADE_HEADS, -1)), dim=-1)
-    v = made[..., NOPE:].contiguous()
-    share = flop * MADE_HEADS / heads
-    theirs: dict[str, tuple[Callable[[], torch.Tensor] | None, float]] = {}
-    if ragged:
-        theirs["flashinfer"] = (flashinfer_ragged(q[:, part].contiguous(), k, v, out[:, part]), share)
-    whole = share * cache.rows * cache.length / causal_pairs(cache)
-    theirs["cudnn"] = (cudnn_attention(q[:, part], k, v), whole)
-    for name, (call, counted) in theirs.items():
-        if call is not None:
-            row[f"{name}_tflop_s"] = counted / milliseconds(call, LONG_REPEATS, graph=False) / 1e9
-            row[f"of_{name}"] = row["attention_tflop_s"] / row[f"{name}_tflop_s"]
-    return row
-
-
-def reference_expanded(q_hd: torch.Tensor, keys_LK: torch.Tensor, kv_b_hEC: torch.Tensor) -> torch.Tensor:
-    """Expanded attention of one row in float32, with keys and values rounded to bf16 as the kernels round them."""
-    expanded_hLE = torch.einsum("hec,lc->hle", kv_b_hEC.float(), keys_LK[:, :C].float()).bfloat16().float()
-    rotary_hLR = keys_LK[:, C:].float().expand(len(q_hd), -1, -1)
-    keys_hLd = torch.cat((expanded_hLE[..., :NOPE], rotary_hLR), dim=-1)
-    scores = torch.einsum("hd,hld->hl", q_hd.float(), keys_hLd) * SCALE
-    return torch.einsum("hl,hlv->hv", scores.softmax(-1), expanded_hLE[..., NOPE:])
-
-
-def flashinfer_ragged(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ours: torch.Tensor
-) -> Callable[[], torch.Tensor] | None:
-    """FlashInfer's causal attention, given keys and values; None where it is not installed."""
-    try:
-        from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
-    except ImportError:
-        return None
-    workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, kv_layout="NHD", backend="fa3")
-    bounds = [torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (len(q), len(k))]
-    heads = q.shape[1]
-    wrapper.plan(
-        *bounds, heads, heads, NOPE + R, head_dim_vo=VALUE, causal=True, sm_scale=SCALE, q_data_type=torch.bfloat16
-    )
-    error(wrapper.run(q, k, v), ours)
-    return lambda: wrapper.run(q, k, v)
-
-
-def cudnn_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-    """cuDNN's attention of every row to every key, given keys and values; None where it refuses these dims."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    qkv = [x.transpose(0, 1).unsqueeze(0).contiguous() for x in (q, k, v)]
-
-    def call() -> torch.Tensor:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return torch.nn.functional.scaled_dot_product_attention(*qkv, scale=SCALE)
-
-    try:
-        call()
-    except RuntimeError:
-        return None
-    return call
 
 
 def products(limits: dict[str, float]) -> list[dict[str, Any]]:
@@ -378,7 +189,6 @@ def pages(limits: dict[str, float]) -> list[dict[str, Any]]:
 
 SECTIONS: dict[str, Callable[[dict[str, float]], list[dict[str, Any]]]] = {
     "decode": decode,
-    "prefill": prefill,
     "products": products,
     "router": router,
     "small": small,
@@ -389,15 +199,13 @@ SECTIONS: dict[str, Callable[[dict[str, float]], list[dict[str, Any]]]] = {
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m perf.kernels", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections to run")
-    parser.add_argument("--no-ragged", action="store_true", help="leave out FlashInfer's prefill: minutes to compile")
     parser.add_argument("--out", type=Path, help="write the record here as well")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
-    sections = SECTIONS | {"prefill": partial(prefill, ragged=not options.no_ragged)}
     with torch.inference_mode():
         limits = ceilings()
         print(f"ceilings: copy {limits['copy_gb_s']:.0f} GB/s, bf16 product {limits['gemm_tflop_s']:.0f} TFLOP/s")
-        results = {name: sections[name](limits) for name in options.only}
+        results = {name: SECTIONS[name](limits) for name in options.only}
     records = {name: [rounded(row) for row in rows] for name, rows in results.items()}
     report("kernels", {"ceilings": {k: round(v, 1) for k, v in limits.items()}, **records}, options.out)
 

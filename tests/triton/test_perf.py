@@ -24,6 +24,19 @@ def test_experts_with_every_choice_of_tiles(tmp_path: Path) -> None:
     assert {row["most_rows"] for row in rows if row["routing"] == "same"} == {20}
 
 
+@pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
+def test_prefill_in_both_forms(tmp_path: Path) -> None:
+    from perf.prefill import main
+
+    out = tmp_path / "prefill.json"
+    main([*"--tiny --cases 6x19 --heads 4 2 --rounds 1 --out".split(), str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["form"], row["heads"]) for row in rows] == [
+        ("absorbed", 4), ("expanded", 4), ("absorbed", 2), ("expanded", 2)
+    ]  # fmt: skip
+    assert all(row["error"] < 1e-4 for row in rows)
+
+
 def test_sums_by_two_ranks(tmp_path: Path) -> None:
     from perf.sums import main
 
