@@ -165,7 +165,7 @@ class ModelRunner:
         self._tables = PageTables(group.size)
         self._last = LastTokens(group)
         grammars = Grammars(lambda: _tokenizer(model), spec.vocab_size, eos_token_ids)
-        self._sampler = Sampler(eos_token_ids, grammars) if group.rank == 0 else None
+        self._sampler = Sampler(eos_token_ids, group.kernels, grammars) if group.rank == 0 else None
         self._graphs: DecodeGraphs | None = None
         self._warm_up(chosen, max_model_len)
         before = self._held_bytes()
@@ -220,6 +220,9 @@ class ModelRunner:
             pages = tuple(map(tuple, slots.tolist()))
             query = Query(0, 0, (0,) * num_rows, 0, True, pages)
             self._forward(StepPlan(0, 0, layout.name, (query,)), PageTables(size), None)
+        if self._sampler is not None:
+            scores = torch.zeros(1, geometry.spec.vocab_size, device=self._group.device)
+            self._group.kernels.nucleus_floor(scores, torch.full_like(scores[:, 0], 0.5, dtype=torch.float64))
 
     def _held_bytes(self) -> int:
         return 0 if self._group.memory is None else self._group.memory().held_bytes

@@ -20,10 +20,10 @@ from splash.core.request import SamplingParams, TokenLogprob
 from splash.core.step import NewRequest
 from splash.engine.grammar import Constraint, GrammarFailed, Grammars
 from splash.platform.host_copies import Download, upload
+from splash.platform.kernels import Kernels
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
-_NUCLEUS = 128  # tokens looked at before the whole vocabulary is sorted
 
 
 def uniform(seed: int, position: int) -> float:
@@ -97,14 +97,16 @@ class Sampler:
 
     Args:
         eos_token_ids: tokens that may not come before `min_tokens`, except where a request ignores them.
+        kernels: finds where nuclei end.
         grammars: compiles the grammars of requests that have one.
 
     Attributes:
         failures: of the last call of `sample`, the requests whose grammar could not be followed, with the reason.
     """
 
-    def __init__(self, eos_token_ids: Collection[int], grammars: Grammars | None = None) -> None:
+    def __init__(self, eos_token_ids: Collection[int], kernels: Kernels, grammars: Grammars | None = None) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
+        self._kernels = kernels
         self._grammars = grammars
         self.failures: list[tuple[int, str]] = []
         self._states: dict[int, _State] = {}
@@ -133,7 +135,7 @@ class Sampler:
     def sample(self, logits_nV: torch.Tensor, queries: Sequence[tuple[int, int]]) -> Sampled:
         """Choose one token a row, and record it as the request's next output.
 
-        Waits for the device only where a request has a grammar, or where a `top_p` below 1 has to.
+        Waits for the device only where a request has a grammar.
 
         Args:
             logits_nV: [n, V] float32 on any device, left as they are. May be overwritten by what is queued after this.
@@ -258,7 +260,7 @@ class Sampler:
         drawn = [row for row, state in enumerate(states) if state.params.temperature > 0]
         if drawn:
             rows_m = _on_device(drawn, logits_nV.device)
-            scores_mV = _filter(logits_nV[rows_m], [states[row].params for row in drawn])
+            scores_mV = _filter(logits_nV[rows_m], [states[row].params for row in drawn], self._kernels)
             uniforms = [uniform(states[row].new.seed, positions[row]) for row in drawn]
             tokens_n[rows_m] = _inverse_cdf(scores_mV, uniforms)
         return tokens_n
@@ -323,7 +325,7 @@ def _on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype =
     return upload(torch.tensor(values, dtype=dtype), device)
 
 
-def _filter(logits_mV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+def _filter(logits_mV: torch.Tensor, params: Sequence[SamplingParams], kernels: Kernels) -> torch.Tensor:
     """(logits - maximum) / temperature, and -inf for what min_p, top_k and top_p drop, which is never the maximum."""
     device = logits_mV.device
     # Less the maximum first, the likeliest score is 0 at any temperature that float32 can tell from 0.
@@ -343,25 +345,12 @@ def _filter(logits_mV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.
     nucleus = [row for row, p in enumerate(params) if p.top_p < 1]
     if nucleus:
         rows = _on_device(nucleus, device)
-        top_p = _on_device([params[row].top_p for row in nucleus], device, torch.float64).unsqueeze(1)
+        top_p_m = _on_device([params[row].top_p for row in nucleus], device, torch.float64)
         some_mV = scores_mV[rows]
-        scores_mV[rows] = some_mV.masked_fill(some_mV < _nucleus_floor(some_mV, top_p), -torch.inf)
+        scores_mV[rows] = some_mV.masked_fill(
+            some_mV < kernels.nucleus_floor(some_mV, top_p_m).unsqueeze(1), -torch.inf
+        )
     return scores_mV
-
-
-def _nucleus_floor(scores_mV: torch.Tensor, top_p_m1: torch.Tensor) -> torch.Tensor:
-    """The lowest score that stays: what scores higher falls short of top_p of the mass. [m, 1].
-
-    The nucleus is mostly small, and sorting a vocabulary is slow: a full sort only where the likeliest few do not do.
-    """
-    needed_m1 = top_p_m1 * scores_mV.double().exp().sum(dim=-1, keepdim=True)
-    ordered = scores_mV.topk(min(_NUCLEUS, scores_mV.shape[1]), dim=-1).values
-    cumulative = ordered.double().exp().cumsum(dim=-1)
-    if bool((cumulative[:, -1:] < needed_m1).any()):
-        ordered = scores_mV.sort(dim=-1, descending=True).values
-        cumulative = ordered.double().exp().cumsum(dim=-1)
-    num_kept_m1 = 1 + (cumulative[:, :-1] < needed_m1).sum(dim=-1, keepdim=True)
-    return ordered.gather(1, num_kept_m1 - 1)
 
 
 def _inverse_cdf(scores_mV: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The fused operations that a platform has.
 
 Shape suffixes: n rows, H heads, Q q-lora rank, C kv-lora rank, K = C + R, R rotary dim, D hidden size, P page size,
-S slots, E experts, k chosen ones, I intermediate dim.
+S slots, E experts, k chosen ones, I intermediate dim, m sampled rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -127,4 +127,16 @@ class Kernels(ABC):
 
         Returns:
             [n, D]: sum over the chosen experts that are local of weight * w2(silu(gate x) * up x); zero where none is.
+        """
+
+    @abstractmethod
+    def nucleus_floor(self, scores_mV: torch.Tensor, top_p_m: torch.Tensor) -> torch.Tensor:
+        """The lowest score that stays in the nucleus: what scores higher falls short of `top_p` of the mass.
+
+        Args:
+            scores_mV: [m, V] float32, whose softmax is the distribution; the maximum of each row is 0.
+            top_p_m: [m] float64, above 0 and below 1.
+
+        Returns:
+            one of each row's scores, [m] float32.
         """

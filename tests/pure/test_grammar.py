@@ -18,6 +18,7 @@ from splash.core.step import NewRequest
 from splash.engine import grammar
 from splash.engine.grammar import Constraint, Grammars, choice_grammar, json_schema_grammar, regex_grammar
 from splash.engine.sampler import Sampler, allowed_tokens
+from splash.platform.cpu.kernels import CpuKernels
 
 WORDS = ["null", "true", "false", '":', '", "', '{"', '"}', "]", "[1", " ", "ab", "é", "👍"]
 TOKENS = [*(bytes([byte]) for byte in range(256)), *(word.encode() for word in WORDS)]
@@ -47,7 +48,7 @@ def allowed(constraint: Constraint) -> list[bool]:
 
 
 def sampler_of(*params: SamplingParams, seed: int = 100) -> Sampler:
-    sampler = Sampler({EOS, END}, GRAMMARS)
+    sampler = Sampler({EOS, END}, CpuKernels(), GRAMMARS)
     for id, chosen in enumerate(params):
         sampler.add(NewRequest(id, (1,), chosen, seed + id))
     return sampler

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from splash.core.request import SamplingParams, TokenLogprob
 from splash.core.step import NewRequest
 from splash.engine.sampler import Sampler, _filter, _inverse_cdf, uniform
+from splash.platform.cpu.kernels import CpuKernels
 
 VOCABULARY = 40
 EOS = 3
@@ -20,7 +21,7 @@ EOS = 3
 
 def sampler_of(*requests: tuple[SamplingParams, int], prompt: tuple[int, ...] = (1, 2)) -> Sampler:
     """A sampler with requests 0, 1, ... of these parameters and seeds."""
-    sampler = Sampler({EOS})
+    sampler = Sampler({EOS}, CpuKernels())
     for id, (params, seed) in enumerate(requests):
         sampler.add(NewRequest(id, prompt, params, seed))
     return sampler
@@ -113,7 +114,7 @@ def test_draws_at_an_edge_fall_on_tokens_that_are_possible(u: float, token: int)
 @pytest.mark.parametrize("top_p", [0.2, 0.95])
 def test_nucleus_of_a_large_vocabulary(spread: float, top_p: float) -> None:
     scores = random_logits(1, 0, 1000) * spread
-    (row,) = _filter(scores, [SamplingParams(top_p=top_p)]).tolist()
+    (row,) = _filter(scores, [SamplingParams(top_p=top_p)], CpuKernels()).tolist()
     expected = reference_probabilities(scores[0].double().tolist(), SamplingParams(top_p=top_p))
     assert [x > -math.inf for x in row] == [probability > 0 for probability in expected]
 
@@ -221,7 +222,7 @@ def test_presence_and_frequency_penalties_count_output_only() -> None:
 
 def test_penalty_tables_are_clean_for_the_next_request() -> None:
     params = SamplingParams(temperature=0.0, repetition_penalty=100.0, presence_penalty=2.0)
-    sampler = Sampler({EOS})
+    sampler = Sampler({EOS}, CpuKernels())
     logits = torch.tensor([[1.0, 0.9, 0.8, 0.7, 0.6]])
     for id in range(20):
         sampler.add(NewRequest(id, (4 * (id % 2),), params, 0))

@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from splash.platform.triton import absorbed, expanded, experts, fused, pages, products, route, rows, sums
+from splash.platform.triton import absorbed, expanded, experts, fused, nucleus, pages, products, route, rows, sums
 from splash.platform.triton.attention import absorbed_tiles, expanded_tiles
 from splash.platform.triton.experts import GroupedTiles
 from splash.platform.triton.kernels import expert_tiles
@@ -38,7 +38,7 @@ POINTERS = {  # of kernels whose pointers are not all to the data's dtype
     "pairs_ptr": "*i32", "counts_ptr": "*i32", "places_ptr": "*i32", "starts_ptr": "*i32",
     "chunks_ptr": "*i64", "regions_ptr": "*i64", "calls_ptr": "*i64",
 }  # fmt: skip
-ALIGNED = re.compile(r".*(_row|_head|_stride|_ptr|_a|_b)$|^(D|I|C|K|N)$")  # multiples of 16 in a model
+ALIGNED = re.compile(r".*(_row|_head|_stride|_ptr|_a|_b)$|^(D|I|C|K|N|V)$")  # multiples of 16 in a model
 
 
 def compile_kernel(
@@ -161,6 +161,7 @@ def small_cases() -> list[tuple[str, Any, dict[str, Any], int, dict[str, str]]]:
     words = {"source_ptr": "*i32", "target_ptr": "*i32"}
     expert = {"weight_ptr": "*fp32"}
     assigned = {"BLOCK_P": 2048, "BLOCK_E": 256, "BLOCK_B": 512, "HEIGHT": 32, "FIELDS": 3}
+    nucleus_types = {"scores_ptr": "*fp32", "top_p_ptr": "*fp64", "floor_ptr": "*fp32"}
     summed = {
         "RANKS": 8, "BLOCK_T": 8, "BLOCK": 2048, "PARTS": 256, "COUNTER_BYTES": 32, "PART_BYTES": 4096,
     }  # fmt: skip
@@ -182,6 +183,7 @@ def small_cases() -> list[tuple[str, Any, dict[str, Any], int, dict[str, str]]]:
         ("count", experts.count_kernel, {"BLOCK": 256}, 4, {}),
         ("offsets", experts.offsets_kernel, {"BLOCK_E": 256, "BLOCK": 32, "HEIGHT": 128, "FIELDS": 3}, 4, {}),
         ("place", experts.place_kernel, {"BLOCK": 256}, 4, {}),
+        ("nucleus", nucleus.nucleus_kernel, {"BLOCK": 4096, "STAGES": 4}, 16, nucleus_types),
         ("sum", sums.sum_kernel, summed, 4, {}),
         ("combine", experts.combine_kernel, {"TOP_K": 8, "BLOCK_D": 1024, "ADD": True}, 4, expert),
     ]

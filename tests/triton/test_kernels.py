@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from splash.core.spec import MoeSpec
 from splash.platform.cpu.kernels import CpuKernels
-from splash.platform.triton import experts, pages, route
+from splash.platform.triton import experts, nucleus, pages, route
 from splash.platform.triton.kernels import TritonKernels
 from splash.platform.triton.launch import Tiles, target_of
 from splash.platform.triton.products import Products, split
@@ -283,3 +283,60 @@ def test_products_in_bfloat16_at_deepseek_shapes(device: torch.device, rows: int
             first, second = kernels.product(x, w), kernels.product(x, w)
             assert torch.equal(first, second)
             torch.testing.assert_close(first, want, atol=2e-2, rtol=2e-2)
+
+
+@settings(max_examples=30)
+@given(
+    vocab=st.sampled_from([1, 5, 300]),
+    spread=st.sampled_from([0.0, 1e-6, 0.5, 4.0, 40.0]),
+    top_ps=st.lists(st.sampled_from([1e-6, 0.03, 0.5, 0.9, 0.999, 1 - 1e-9]), min_size=1, max_size=3),
+    kept=st.integers(1, 300),
+    seed=st.integers(0, 99),
+)
+def test_the_nucleus_ends_where_sorting_ends_it(
+    vocab: int, spread: float, top_ps: list[float], kept: int, seed: int
+) -> None:
+    """Blocks smaller than the row, scores that are equal, and some that were dropped before."""
+    logits = torch.randn(len(top_ps), vocab, generator=torch.Generator().manual_seed(seed)) * spread
+    logits = (logits * 64).round() / 64 if seed % 2 else logits  # with equal ones
+    scores = logits - logits.amax(-1, keepdim=True)
+    scores = scores.masked_fill(scores < scores.topk(min(kept, vocab)).values[:, -1:], -torch.inf)
+    top_p = torch.tensor(top_ps, dtype=torch.float64)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with mock.patch.object(nucleus, "_BLOCK", 64):
+        floor = TritonKernels(device).nucleus_floor(scores.to(device), top_p.to(device)).cpu()
+    weights = scores.double().exp()
+    for weight, score, low, p in zip(weights, scores, floor, top_ps, strict=True):
+        assert bool((score == low).any())
+        needed = p * float(weight.sum())
+        # To the precision of weights in float32: without its lowest score the nucleus falls short, with it it does not.
+        assert float(weight[score >= low].sum()) >= needed * (1 - 1e-5)
+        assert float(weight[score > low].sum()) < needed * (1 + 1e-5)
+    certain = [  # where no rounding could decide otherwise, the very score that sorting finds
+        all(abs(float(weight[score >= s].sum()) / (p * float(weight.sum())) - 1) > 1e-5 for s in score.unique())
+        for weight, score, p in zip(weights, scores, top_ps, strict=True)
+    ]
+    want = ORACLE.nucleus_floor(scores, top_p)
+    assert torch.equal(floor[certain], want[certain])
+
+
+def test_the_nucleus_of_a_whole_vocabulary(kernels: TritonKernels, device: torch.device) -> None:
+    logits = torch.randn(4, 20_000) * torch.tensor([[0.0], [0.3], [2.0], [6.0]])
+    scores = logits - logits.amax(-1, keepdim=True)
+    top_p = torch.full((4,), 0.9, dtype=torch.float64)
+    got, want = kernels.nucleus_floor(scores.to(device), top_p.to(device)), ORACLE.nucleus_floor(scores, top_p)
+    close(got, want, 1e-4)  # the score, or one next to it
+    assert kernels.nucleus_floor(scores[:0].to(device), top_p[:0].to(device)).shape == (0,)
+
+
+@pytest.mark.gpu
+def test_top_p_does_not_wait_for_the_device(kernels: TritonKernels, device: torch.device) -> None:
+    scores = torch.randn(8, 129_280, device=device).clamp(max=0)
+    top_p = torch.full((8,), 0.9, dtype=torch.float64, device=device)
+    kernels.nucleus_floor(scores, top_p)
+    with torch.cuda.device(device):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            kernels.nucleus_floor(scores, top_p)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -37,6 +37,18 @@ def test_prefill_in_both_forms(tmp_path: Path) -> None:
     assert all(row["error"] < 1e-4 for row in rows)
 
 
+def test_nucleus(tmp_path: Path) -> None:
+    from perf.nucleus import main
+
+    out = tmp_path / "nucleus.json"
+    main([*"--tiny --rows 2 --spreads 0.5 6 --rounds 1 --out".split(), str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["by"], row["spread"]) for row in rows] == [
+        ("torch", 0.5), ("kernel", 0.5), ("torch", 6.0), ("kernel", 6.0)
+    ]  # fmt: skip
+    assert rows[0]["kept"] > rows[2]["kept"]
+
+
 def test_sums_by_two_ranks(tmp_path: Path) -> None:
     from perf.sums import main
 

@@ -8,6 +8,8 @@ from torch.nn import functional
 from splash.core.spec import MoeSpec
 from splash.platform.kernels import Kernels
 
+_NUCLEUS = 128  # tokens looked at before the whole vocabulary is sorted
+
 
 class CpuKernels(Kernels):
     """Kernels whose results are those of Hugging Face's DeepseekV3 modules, in any floating dtype."""
@@ -103,6 +105,21 @@ class CpuKernels(Kernels):
     ) -> torch.Tensor:
         routed_nD = self._routed(x_nD, expert_nk, weight_nk, w13_EID, w2_EDI, first_expert)
         return routed_nD if beside_nD is None else routed_nD + beside_nD
+
+    def nucleus_floor(self, scores_mV: torch.Tensor, top_p_m: torch.Tensor) -> torch.Tensor:
+        """As `Kernels.nucleus_floor`.
+
+        The nucleus is mostly small, and sorting a vocabulary is slow: a full sort only where the likeliest few do not
+        do. A device is waited for to know.
+        """
+        needed_m1 = top_p_m.unsqueeze(1) * scores_mV.double().exp().sum(dim=-1, keepdim=True)
+        ordered = scores_mV.topk(min(_NUCLEUS, scores_mV.shape[1]), dim=-1).values
+        cumulative = ordered.double().exp().cumsum(dim=-1)
+        if bool((cumulative[:, -1:] < needed_m1).any()):
+            ordered = scores_mV.sort(dim=-1, descending=True).values
+            cumulative = ordered.double().exp().cumsum(dim=-1)
+        num_kept_m1 = 1 + (cumulative[:, :-1] < needed_m1).sum(dim=-1, keepdim=True)
+        return ordered.gather(1, num_kept_m1 - 1).squeeze(1)
 
     def _routed(
         self,

@@ -12,6 +12,7 @@ from splash.platform.kernels import Kernels
 from splash.platform.triton import fused
 from splash.platform.triton.experts import GroupedTiles, experts
 from splash.platform.triton.launch import Target, next_power_of_2, target_of
+from splash.platform.triton.nucleus import nucleus_floor
 from splash.platform.triton.products import Products
 from splash.platform.triton.route import route
 
@@ -124,6 +125,9 @@ class TritonKernels(Kernels):
         pairs = expert_nk.numel() / max(1, len(w13_EID))
         up, down = expert_tiles(self._target, x_nD.dtype, pairs, len(x_nD))
         return experts(_rows(x_nD), expert_nk, weight_nk, w13_EID, w2_EDI, first_expert, beside_nD, up, down)
+
+    def nucleus_floor(self, scores_mV: torch.Tensor, top_p_m: torch.Tensor) -> torch.Tensor:
+        return nucleus_floor(scores_mV, top_p_m)
 
 
 def expert_tiles(
