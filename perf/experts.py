@@ -55,7 +55,7 @@ def tile_sets(shape: Shape, num_rows: int) -> dict[str, TilePair]:
     sets = {"chosen": expert_tiles(target_of(torch.device(DEVICE)), DTYPE, rows_an_expert, num_rows)}
     if not HAS_GPU:
         tiles = GroupedTiles((16,), 32, 32, warps=4, stages=(1,))
-        several = replace(tiles, heights=(16, 32), stages=(1, 1), blocks_first=True)
+        several = replace(tiles, heights=(16, 32), stages=(1, 1))
         return sets | {"one height": (tiles, tiles), "heights": (several, several)}
     one = partial(GroupedTiles, columns=64, depth=128, warps=4, tma=True, swap=True)
     low, high = one((16,), stages=(4,)), one((32,), stages=(4,))
@@ -63,14 +63,12 @@ def tile_sets(shape: Shape, num_rows: int) -> dict[str, TilePair]:
     tall = one((128,), stages=(3,))
     sets["tall"] = (tall, tall)
     heights = (16, 32, 64, 128)
-    narrow = one(heights, stages=(4, 4, 4, 3), blocks_first=True)
+    narrow = one(heights, stages=(4, 4, 4, 3))
     wide_down = replace(narrow, columns=128, depth=64, stages=(5, 5, 4, 3))
     two_up, two_down = replace(narrow, depth=64, stages=(5, 5, 4, 3)), replace(narrow, depth=64, stages=(8, 8, 6, 4))
-    columns_first = (replace(narrow, blocks_first=False), replace(wide_down, blocks_first=False))
     return sets | {
         "heights": (narrow, narrow),
         "heights, wide down": (narrow, wide_down),
-        "heights, wide down, columns first": columns_first,
         "heights, two programs a processor": (two_up, two_down),
         "heights, two programs, wide down": (two_up, wide_down),
     }

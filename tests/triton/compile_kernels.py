@@ -128,7 +128,7 @@ def expert_cases(target: Target, dtype: torch.dtype) -> list[tuple[str, Any, dic
         return {
             "HEIGHTS": t.heights, "STAGES": t.stages, "BLOCK_N": t.columns, "BLOCK_K": t.depth, "USE_TMA": t.tma,
             "HIDDEN_TMA": t.tma and len(t.heights) == 1, "SWAP": t.swap, "PRECISION": t.precision,
-            "BLOCKS_FIRST": t.blocks_first, "FIELDS": 3, "w13_desc": None, "w2_desc": None, "hidden_desc": None,
+            "FIELDS": 3, "w13_desc": None, "w2_desc": None, "hidden_desc": None,
         }  # fmt: skip
 
     for pairs, num_rows in ((4, 16), (32, 128), (100, 400), (1000, 4000)):

@@ -54,9 +54,9 @@ def test_blocks_have_every_row_once(counts: list[int], elsewhere: int, height: i
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("swap", [False, True], ids=["rows by weights", "weights by rows"])
 @pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
-@pytest.mark.parametrize(("heights", "blocks_first"), [((16, 32), True), ((16, 32, 64), False), ((32,), True)])
+@pytest.mark.parametrize("heights", [(16, 32), (16, 32, 64), (32,)])
 def test_tiles_of_several_heights(
-    device: torch.device, counts: Sequence[int], swap: bool, tma: bool, heights: tuple[int, ...], blocks_first: bool
+    device: torch.device, counts: Sequence[int], swap: bool, tma: bool, heights: tuple[int, ...]
 ) -> None:
     """Empty experts, some with a row, some with more than the tallest tile, and all rows to one."""
     dim, width = 64, 32
@@ -64,7 +64,7 @@ def test_tiles_of_several_heights(
     x, weight, beside = torch.randn(len(expert), dim), torch.rand(len(expert), 1), torch.randn(len(expert), dim)
     w13 = torch.randn(len(counts), 2 * width, dim) * dim**-0.5
     w2 = torch.randn(len(counts), dim, width) * width**-0.5
-    tiles = GroupedTiles(heights, 32, 32, 4, (1,) * len(heights), tma=tma, swap=swap, blocks_first=blocks_first)
+    tiles = GroupedTiles(heights, 32, 32, 4, (1,) * len(heights), tma=tma, swap=swap)
     args = [part.to(device) for part in (x, expert, weight, w13, w2)]
     got = experts.experts(*args, 0, beside.to(device), tiles, tiles)
     want = CpuKernels().experts(x, expert, weight, w13, w2, 0, beside)

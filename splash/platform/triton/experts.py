@@ -45,7 +45,6 @@ class GroupedTiles:
         tma: tensor copy engine where the shapes allow it.
         swap: compute the transpose, where rows are few.
         precision: of products of float32; others are exact before they are summed.
-        blocks_first: neighbouring programs have the same columns of different blocks; else the other way round.
     """
 
     heights: tuple[int, ...]
@@ -56,7 +55,6 @@ class GroupedTiles:
     tma: bool = False
     swap: bool = False
     precision: str = "ieee"
-    blocks_first: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.heights) == len(self.stages) and self.heights == tuple(sorted(set(self.heights))), self
@@ -187,11 +185,11 @@ def _up_tile(
 def up_kernel(
     x_ptr, w13_ptr, w13_desc, pairs_ptr, blocks_ptr, hidden_ptr, x_row, D, I, top_k,  # noqa: E741
     HEIGHTS: tl.constexpr, STAGES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, USE_TMA: tl.constexpr,
-    SWAP: tl.constexpr, PRECISION: tl.constexpr, BLOCKS_FIRST: tl.constexpr, FIELDS: tl.constexpr,
+    SWAP: tl.constexpr, PRECISION: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """A block of sorted rows times a block of gate and up columns, and silu(gate) * up into `hidden` [pairs, I]."""
-    block_ptr = blocks_ptr + tl.program_id(0 if BLOCKS_FIRST else 1) * FIELDS
-    first_n = tl.program_id(1 if BLOCKS_FIRST else 0) * BLOCK_N
+    block_ptr = blocks_ptr + tl.program_id(1) * FIELDS
+    first_n = tl.program_id(0) * BLOCK_N
     num_rows = tl.load(block_ptr + 2)
     if num_rows == 0:
         return
@@ -239,12 +237,11 @@ def _down_tile(
 def down_kernel(
     hidden_ptr, hidden_desc, w2_ptr, w2_desc, pairs_ptr, blocks_ptr, y_ptr, D, I,  # noqa: E741
     HEIGHTS: tl.constexpr, STAGES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, USE_TMA: tl.constexpr,
-    HIDDEN_TMA: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, BLOCKS_FIRST: tl.constexpr,
-    FIELDS: tl.constexpr,
+    HIDDEN_TMA: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """A block of sorted rows of `hidden` times a block of w2's rows, to the rows' own pairs in `y` [pairs, D]."""
-    block_ptr = blocks_ptr + tl.program_id(0 if BLOCKS_FIRST else 1) * FIELDS
-    first_n = tl.program_id(1 if BLOCKS_FIRST else 0) * BLOCK_N
+    block_ptr = blocks_ptr + tl.program_id(1) * FIELDS
+    first_n = tl.program_id(0) * BLOCK_N
     num_rows = tl.load(block_ptr + 2)
     if num_rows == 0:
         return
@@ -316,21 +313,21 @@ def experts(
 
     t = up_tiles
     tma = t.tma and width % t.columns == 0 and dim % t.depth == 0
-    up_kernel[_grid(t, width, num_blocks)](
+    up_kernel[(triton.cdiv(width, t.columns), num_blocks)](
         x_nD, w13_EID, descriptor(w13_EID.flatten(0, 1), t.columns, t.depth) if tma else None,
         pairs, blocks, hidden, x_nD.stride(0), dim, width, top_k,
         HEIGHTS=t.heights, STAGES=t.stages, BLOCK_N=t.columns, BLOCK_K=t.depth, USE_TMA=tma, SWAP=t.swap,
-        PRECISION=t.precision, BLOCKS_FIRST=t.blocks_first, FIELDS=_BLOCK_FIELDS, num_warps=t.warps,
+        PRECISION=t.precision, FIELDS=_BLOCK_FIELDS, num_warps=t.warps,
     )  # fmt: skip
     t = down_tiles
     tma = t.tma and dim % t.columns == 0 and width % t.depth == 0
     hidden_tma = tma and len(t.heights) == 1  # a descriptor has one height
-    down_kernel[_grid(t, dim, num_blocks)](
+    down_kernel[(triton.cdiv(dim, t.columns), num_blocks)](
         hidden, descriptor(hidden, height, t.depth) if hidden_tma else None,
         w2_EDI, descriptor(w2_EDI.flatten(0, 1), t.columns, t.depth) if tma else None,
         pairs, blocks, y, dim, width,
         HEIGHTS=t.heights, STAGES=t.stages, BLOCK_N=t.columns, BLOCK_K=t.depth, USE_TMA=tma, HIDDEN_TMA=hidden_tma,
-        SWAP=t.swap, PRECISION=t.precision, BLOCKS_FIRST=t.blocks_first, FIELDS=_BLOCK_FIELDS, num_warps=t.warps,
+        SWAP=t.swap, PRECISION=t.precision, FIELDS=_BLOCK_FIELDS, num_warps=t.warps,
     )  # fmt: skip
     block_dim = min(1024, next_power_of_2(dim))
     beside_nD = None if beside_nD is None else beside_nD.contiguous()
@@ -341,9 +338,6 @@ def experts(
     return out
 
 
-def _grid(tiles: GroupedTiles, columns: int, num_blocks: int) -> tuple[int, int]:
-    across = triton.cdiv(columns, tiles.columns)
-    return (num_blocks, across) if tiles.blocks_first else (across, num_blocks)
 
 
 def _assigned(

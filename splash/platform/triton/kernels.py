@@ -147,7 +147,7 @@ def expert_tiles(
             tiles = GroupedTiles((16,), 64, 128, warps=4, stages=(4,), tma=True, swap=True)
             return tiles, tiles
         if rows_an_expert <= 64:
-            up = GroupedTiles(_HEIGHTS, 64, 128, warps=4, stages=(4, 4, 4, 3), tma=True, swap=True, blocks_first=True)
+            up = GroupedTiles(_HEIGHTS, 64, 128, warps=4, stages=(4, 4, 4, 3), tma=True, swap=True)
             return up, replace(up, columns=128, depth=64, stages=(5, 5, 4, 3))
         if rows_an_expert <= 128:
             tiles = GroupedTiles((64,), 128, 64, warps=8, stages=(4,), tma=True)
@@ -156,7 +156,7 @@ def expert_tiles(
         return up, GroupedTiles((128,), 256, 64, warps=8, stages=(3,), tma=True)
     heights = (16,) if num_rows <= 16 else (16, 64) if rows_an_expert <= 64 else (64,)
     stages = (1 if target.kind == "hip" else 3,) * len(heights)
-    tiles = GroupedTiles(heights, 64, 64, warps=4, stages=stages, blocks_first=len(heights) > 1)
+    tiles = GroupedTiles(heights, 64, 64, warps=4, stages=stages)
     return tiles, tiles
 
 
