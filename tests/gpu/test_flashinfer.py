@@ -28,6 +28,28 @@ def backend() -> object:
     return FlashInferAttention(device, TritonAttention(device))
 
 
+@pytest.mark.parametrize("heads", [2, 16, 128])
+@pytest.mark.parametrize("budget", [4 << 20, 768 << 20], ids=["some heads", "all"])
+def test_prompts(heads: int, budget: int) -> None:
+    """Whole prompts, chunks after a history, and a row alone; planned once for several layers."""
+    pytest.importorskip("flashinfer", reason="flashinfer is not installed")
+    from splash.platform.cuda.flashinfer_prefill import FlashInferKernels, FlashInferPrefill
+
+    device = torch.device("cuda")
+    prefill = FlashInferPrefill(FlashInferKernels(device), 132, budget)
+    for sequences in ([(300, range(300)), (1000, range(700, 1000)), (70, [69]), (9, [])], [(1500, range(1371, 1500))]):
+        cache = Cache(sequences, 64, KEY_DIM, True, torch.bfloat16)
+        num_rows, batch = sum(len(rows) for _, rows in sequences), cache.batch()
+        for seed in range(2):
+            generator = torch.Generator().manual_seed(seed)
+            q_nHd = torch.randn(num_rows, heads, 192, generator=generator).bfloat16()
+            kv_b_HEC = (torch.randn(heads, 256, 512, generator=generator) * 512**-0.5).bfloat16()
+            got = prefill.attend(q_nHd.cuda(), cache.pages_SPK.cuda(), batch, kv_b_HEC.cuda(), SCALE)
+            want = CpuAttention().attend_expanded(q_nHd, cache.pages_SPK, batch, kv_b_HEC, SCALE)
+            assert got is not None
+            torch.testing.assert_close(got.cpu(), want, atol=TOLERANCE, rtol=TOLERANCE)
+
+
 def check(got: tuple[torch.Tensor, torch.Tensor], want: tuple[torch.Tensor, torch.Tensor]) -> None:
     out, lse = (part.cpu() for part in got)
     is_blind = torch.isneginf(want[1])

@@ -65,7 +65,7 @@ def by_length(rank: Rank) -> list[int]:
 
     rest = mock.Mock(wraps=rank.comm, rank=rank.rank, size=rank.size)
     comm = ShortSumsCommunicator(
-        rest, PeerSums(rank.arenas, rank.rank, rank.size, 60.0, MAX_BYTES, PART_BYTES), rank.arenas
+        rest, [PeerSums(rank.arenas, rank.rank, rank.size, 60.0, MAX_BYTES, PART_BYTES)], [rank.arenas]
     )
     counts = [1] * (rank.size - 1) + [4]
     for dtype, rows in ((torch.float32, 1), (torch.float32, 400), (torch.int64, 1), (torch.float32, 0)):

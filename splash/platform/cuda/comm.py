@@ -147,14 +147,14 @@ class ShortSumsCommunicator(Communicator):
 
     Args:
         rest: does everything else, and is closed with this.
-        sums: makes sums as long as it can; all of them are queued in one stream.
-        regions: its memory, closed with this.
+        sums: each makes sums as long as it can that those before it cannot; all of them are queued in one stream.
+        regions: their memory, closed with this.
 
     Attributes:
         rest: as given.
     """
 
-    def __init__(self, rest: Communicator, sums: PeerSums, regions: Arenas) -> None:
+    def __init__(self, rest: Communicator, sums: Sequence[PeerSums], regions: Sequence[Arenas]) -> None:
         self.rank, self.size = rest.rank, rest.size
         self.rest = rest
         self._sums, self._regions = sums, regions
@@ -163,20 +163,24 @@ class ShortSumsCommunicator(Communicator):
         self.rest.barrier()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return self._sums.all_reduce(x) if self._sums.fits(x) else self.rest.all_reduce(x)
+        return self._by(x).all_reduce(x)
 
     def all_gather(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         return self.rest.all_gather(x, counts)
 
     def reduce_scatter(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        return self._sums.reduce_scatter(x, counts) if self._sums.fits(x) else self.rest.reduce_scatter(x, counts)
+        return self._by(x).reduce_scatter(x, counts)
 
     def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
         return self.rest.all_to_all(x, send, receive)
 
     def close(self) -> None:
         self.rest.close()
-        self._regions.close()
+        for regions in self._regions:
+            regions.close()
+
+    def _by(self, x: torch.Tensor) -> PeerSums | Communicator:
+        return next((sums for sums in self._sums if sums.fits(x)), self.rest)
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

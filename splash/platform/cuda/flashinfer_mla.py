@@ -7,7 +7,7 @@ the number of heads alone, a graph can hold the kernel and be replayed with anot
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ import torch
 from splash.platform.base import AttentionBackend, AttentionBatch, AttentionBuffers, CapturableAttention, QueryShape
 from splash.platform.host_copies import Staging, upload
 from splash.platform.triton.plan import visible_keys
+
+if TYPE_CHECKING:
+    from splash.platform.cuda.flashinfer_prefill import FlashInferPrefill
 
 LATENT_DIM, ROTARY_DIM = 512, 64  # what the kernels are written for
 _PARTIAL_BYTES = 128 << 20  # partial results of split histories; FlashInfer's own advice
@@ -29,11 +32,15 @@ class FlashInferAttention(AttentionBackend):
     Args:
         device: this rank's.
         other: attends where FlashInfer does not: other dims and dtypes, rows that are not the last positions of their
-            pages, graphs of GPUs other than Hopper's, and the expanded form.
+            pages, and graphs of GPUs other than Hopper's.
+        prefill: the expanded form, as far as it goes; None leaves it to `other`.
     """
 
-    def __init__(self, device: torch.device, other: CapturableAttention) -> None:
+    def __init__(
+        self, device: torch.device, other: CapturableAttention, prefill: FlashInferPrefill | None = None
+    ) -> None:
         self._other = other
+        self._prefill = prefill
         self._device = device
         self._is_hopper = torch.cuda.get_device_capability(device)[0] == 9
         self._planner = _Planner(device, "fa3" if self._is_hopper else "fa2")
@@ -73,7 +80,8 @@ class FlashInferAttention(AttentionBackend):
         kv_b_HEC: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        return self._other.attend_expanded(q_nHd, pages_SPK, batch, kv_b_HEC, scale)
+        out = self._prefill and self._prefill.attend(q_nHd, pages_SPK, batch, kv_b_HEC, scale)
+        return self._other.attend_expanded(q_nHd, pages_SPK, batch, kv_b_HEC, scale) if out is None else out
 
     def buffers(self, max_rows: int, max_pages: int, shape: QueryShape) -> AttentionBuffers:
         """FlashInfer's where its kernels are the faster ones, else those of the other backend."""

@@ -30,11 +30,14 @@ if TYPE_CHECKING:
     import torch
 
     from splash.core.memory import ArenaGeometry
+    from splash.platform.cuda.flashinfer_prefill import FlashInferPrefill
 
 _INSTALL = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130"
 _ON_CPU = "serve on the CPU: +hardware=cpu"
 CONTEXT_BYTES = 1 << 30  # of a process: CUDA's own, kernels and libraries
-SHORT_SUM_BYTES = 256 << 10  # up to here sums are made by a kernel of our own
+# Sums that a kernel of our own makes: the longest, and what a program takes of it. A rank reads all of its peers' inputs.
+SUM_PARTS = {256 << 10: 4096, 2 << 20: 16384}
+SUM_READ_BYTES = 2 << 20
 
 
 class CudaPlatform(Platform):
@@ -230,8 +233,22 @@ def _backends(attention: str, device: torch.device) -> _Backends:
         return _Backends(triton, kernels, triton)
     from splash.platform.cuda.flashinfer_mla import FlashInferAttention
 
-    flashinfer = FlashInferAttention(device, triton)
+    flashinfer = FlashInferAttention(device, triton, _prefill(device))
     return _Backends(flashinfer, kernels, flashinfer)
+
+
+def _prefill(device: torch.device) -> FlashInferPrefill | None:
+    """FlashInfer's attention of prompts, where it has kernels for this GPU that are faster than those here."""
+    import torch
+
+    from splash.platform.cuda.flashinfer_prefill import FlashInferKernels, FlashInferPrefill
+
+    properties = torch.cuda.get_device_properties(device)
+    return (
+        FlashInferPrefill(FlashInferKernels(device), properties.multi_processor_count)
+        if properties.major == 9
+        else None
+    )
 
 
 def _with_short_sums(rest: Communicator, host: Communicator, devices: list[int], timeout_s: float) -> Communicator:
@@ -249,10 +266,13 @@ def _with_short_sums(rest: Communicator, host: Communicator, devices: list[int],
     from splash.platform.triton.sums import PeerSums, region_bytes
 
     device = torch.device("cuda", own)
-    regions = MappedArenas(host, 1, region_bytes(SHORT_SUM_BYTES), device)
-    sums = PeerSums(regions, host.rank, host.size, timeout_s, SHORT_SUM_BYTES)
-    for dtype in (torch.bfloat16, torch.float32):
-        sums.all_reduce(torch.zeros(64, dtype=dtype, device=device))  # compiled now, while nobody waits
+    sums, regions = [], []
+    for longest, part in SUM_PARTS.items():
+        most = min(longest, SUM_READ_BYTES // max(1, host.size - 1) // part * part)
+        regions.append(MappedArenas(host, 1, region_bytes(most, part), device))
+        sums.append(PeerSums(regions[-1], host.rank, host.size, timeout_s, most, part))
+        for dtype in (torch.bfloat16, torch.float32):
+            sums[-1].all_reduce(torch.zeros(64, dtype=dtype, device=device))  # compiled now, while nobody waits
     return ShortSumsCommunicator(rest, sums, regions)
 
 

@@ -338,8 +338,6 @@ def experts(
     return out
 
 
-
-
 def _assigned(
     expert_nk: torch.Tensor, first_expert: int, num_experts: int, num_blocks: int, height: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
