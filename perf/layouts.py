@@ -14,9 +14,9 @@ time between two answers of the ranks that each bring every request a token; whe
 are tokens out, so that all never decode together, there is none. The host's share of the time of such steps is what
 rank 0's device did not spend in the forward: sampling and copies of a step's inputs and tokens count as the host's.
 
-With `--same-experts` every prompt is one token over and over, the same in all, so that all rows choose the same
-experts, as they do with weights of one scale throughout, where the router's bias outweighs its scores: vLLM's dummy
-weights are of that kind. Otherwise prompts are random, and so is routing.
+Prompts are random, and so is routing. With `load_format=dummy_same_experts` all rows choose the same experts, as they
+do with weights of one scale throughout, where the router's bias outweighs its scores: vLLM's dummy weights are of that
+kind.
 
 The ceiling beside a decode step is the bytes that it must read over the rate of a copy, which `--copy-gb-s` takes from
 `perf.step`; beside prefill it is the model's own operations over the rate of a large product (`--product-tflops`).
@@ -40,6 +40,7 @@ from perf.step import decode_bytes, prefill_flops
 from splash.core.layout import LAYOUTS
 from splash.core.request import SamplingParams
 from splash.core.spec import DTYPE_BYTES
+from splash.engine.config import EngineConfig
 from splash.engine.engine import Engine
 from splash.engine.outputs import GenerationRequest
 from splash.serve import read_options
@@ -71,14 +72,13 @@ class Turn:
     forwards: tuple[float, ...]
 
 
-def serve(engine: Engine, case: Case, seed: int, same_experts: bool = False) -> Turn:
-    """All requests of a case at once, to the end, with random prompts or with one token throughout."""
+def serve(engine: Engine, case: Case, seed: int) -> Turn:
+    """All requests of a case at once, to the end."""
     vocab = engine.model_config.spec.vocab_size
     draw = np.random.default_rng(seed)
     params = SamplingParams(temperature=0.0, max_tokens=case.output, ignore_eos=True)
     waiting = set()
-    drawn = (1, 1) if same_experts else (case.requests, case.input)
-    prompts = np.broadcast_to(draw.integers(16, vocab, drawn), (case.requests, case.input)).tolist()
+    prompts = draw.integers(16, vocab, (case.requests, case.input)).tolist()
     started = time.perf_counter()
     for number, prompt in enumerate(prompts):
         engine.add_request(GenerationRequest(f"{seed}-{number}", tuple(prompt), params))
@@ -103,7 +103,7 @@ def serve(engine: Engine, case: Case, seed: int, same_experts: bool = False) -> 
 
 
 def measure(
-    engine: Engine, layouts: Sequence[str], cases: Sequence[Case], rounds: int, same_experts: bool
+    engine: Engine, layouts: Sequence[str], cases: Sequence[Case], rounds: int
 ) -> dict[tuple[str, Case], list[Turn]]:
     """Turns by layout and case, after shorter ones that do not count, in which kernels are compiled."""
     turns: dict[tuple[str, Case], list[Turn]] = {}
@@ -112,10 +112,10 @@ def measure(
             layout = layouts[(place + number) % len(layouts)]
             engine.switch(layout, "blocking")
             for case in [_warm_up(case) for case in cases] if number == 0 else [Case(2, 64, 4)]:
-                serve(engine, case, 999, same_experts)
+                serve(engine, case, 999)
             assert engine.layout == layout
             for index, case in enumerate(cases):
-                turn = serve(engine, case, number * 1000 + index, same_experts)
+                turn = serve(engine, case, number * 1000 + index)
                 turns.setdefault((layout, case), []).append(turn)
                 figures = summarise(case, [turn])
                 line = (
@@ -145,7 +145,7 @@ def summarise(case: Case, turns: Sequence[Turn]) -> dict[str, float | None]:
     }
 
 
-def ceilings(engine: Engine, case: Case, dtype: str, args: argparse.Namespace) -> dict[str, float]:
+def ceilings(engine: Engine, case: Case, config: EngineConfig, args: argparse.Namespace) -> dict[str, float]:
     """What bounds prefill (tokens a second) and a decode step (milliseconds) on all ranks; empty if unknown."""
     spec, ranks = engine.model_config.spec, engine.ranks
     bounds = {}
@@ -153,8 +153,8 @@ def ceilings(engine: Engine, case: Case, dtype: str, args: argparse.Namespace) -
         seconds = prefill_flops(spec, case.requests, case.input, 0) / (args.product_tflops * 1e12 * ranks)
         bounds["prefill_tok_s"] = round(case.requests * case.input / seconds, 1)
     if args.copy_gb_s:
-        context, alike = case.input + case.output // 2, args.same_experts
-        num_bytes = decode_bytes(spec, DTYPE_BYTES[dtype], case.requests, context, same_experts=alike)
+        context, alike = case.input + case.output // 2, config.load_format == "dummy_same_experts"
+        num_bytes = decode_bytes(spec, DTYPE_BYTES[config.dtype], case.requests, context, same_experts=alike)
         bounds["step_ms"] = round(num_bytes / (args.copy_gb_s * 1e6 * ranks), 3)
     return bounds
 
@@ -194,7 +194,6 @@ def main() -> None:
     parser.add_argument("--cases", type=lambda text: [case_of(part) for part in text.split(",")], required=True)
     parser.add_argument("--layouts", default=",".join(LAYOUTS), type=lambda text: text.split(","))
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--same-experts", action="store_true", help="let all rows choose the same experts")
     parser.add_argument("--copy-gb-s", type=float, help="of a copy on one device, reads and writes")
     parser.add_argument("--product-tflops", type=float, help="of a large product on one device")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
@@ -204,18 +203,17 @@ def main() -> None:
     busy = busy_cores()
     engine = Engine(config, lambda line: print(line, file=sys.stderr, flush=True))
     try:
-        turns = measure(engine, args.layouts, args.cases, args.rounds, args.same_experts)
+        turns = measure(engine, args.layouts, args.cases, args.rounds)
         rows = [
             {
                 "case": str(case),
-                "ceiling": ceilings(engine, case, config.dtype, args),
+                "ceiling": ceilings(engine, case, config, args),
                 "layouts": {name: summarise(case, turns[name, case]) for name in args.layouts},
             }
             for case in args.cases
         ]
         print_table(rows, args.layouts)
         settings = {"options": args.options, "ranks": engine.ranks, "rounds": args.rounds, "others_busy_cores": busy}
-        settings["same_experts"] = args.same_experts
     finally:
         engine.close()
     report("layouts", {**settings, "rows": rows}, args.out)

@@ -30,7 +30,7 @@ from splash.core.hardware import Hardware, calibrated
 from splash.core.layout import parse_layout
 from splash.engine.async_engine import AsyncEngine
 from splash.engine.collector import keep_from_collector
-from splash.engine.config import EngineConfig
+from splash.engine.config import DUMMY_FORMATS, EngineConfig
 from splash.machine import with_description
 from splash.model.choice import ModelChoice
 from splash.server.app import create_app
@@ -121,7 +121,7 @@ def read_options(arguments: Sequence[str]) -> tuple[ServeOptions, EngineConfig]:
     del engine["model"]  # the group of that name, not the engine's directory
     options = build(ServeOptions, {key: value for key, value in mapping.items() if key not in engine})
     model = options.model
-    dummy = engine.get("load_format") == "dummy"
+    dummy = engine.get("load_format") in DUMMY_FORMATS
     if model.path is None and not dummy:
         raise ConfigError(
             "model.path", f"{model.name} comes without weights; give a checkpoint's directory, or load_format=dummy"

@@ -11,7 +11,8 @@ from splash.core.hardware import Hardware
 from splash.scheduler.policy import PolicyConfig
 
 DTYPES = ("float32", "bfloat16")
-LOAD_FORMATS = ("safetensors", "dummy")
+DUMMY_FORMATS = ("dummy", "dummy_same_experts")
+LOAD_FORMATS = ("safetensors", *DUMMY_FORMATS)
 ATTENTION_BACKENDS = ("auto", "flashinfer", "triton", "torch")
 
 
@@ -41,7 +42,8 @@ class EngineConfig:
 
     Attributes:
         model: directory of a Hugging Face checkpoint, or "builtin:NAME" for one that ships with SPLASH.
-        load_format: "safetensors", or "dummy" for random weights in the shapes of the configuration.
+        load_format: "safetensors"; "dummy" for random weights in the shapes of the configuration; or
+            "dummy_same_experts" for such weights with which routers send all rows to the same experts.
         model_config: the contents of a config.json that take the place of the directory's. With random weights there
             need be no directory; text is then made with the tokenizer of the model that ships with SPLASH.
         hardware: platform name ("cpu", "cuda", "rocm"), or None to take the best that is usable here.

@@ -13,7 +13,7 @@ from splash.core.layout import Layout, check_layout, parse_layout
 from splash.core.memory import ArenaGeometry
 from splash.core.request import TokenLogprob
 from splash.core.spec import DTYPE_BYTES, kv_format
-from splash.engine.config import EngineConfig
+from splash.engine.config import DUMMY_FORMATS, EngineConfig
 from splash.engine.executor import LocalGroup
 from splash.engine.history import History, SwitchEvent
 from splash.engine.loop import Loop
@@ -134,7 +134,7 @@ class Engine:
         self.model_config: ModelConfig = parse_model_config(contents, config.model)
         check_servable(self.model_config)
         self._model_path = resolve_model_path(config.model)
-        if config.load_format == "dummy" and not self._model_path.is_dir():
+        if config.load_format in DUMMY_FORMATS and not self._model_path.is_dir():
             self._model_path = resolve_model_path(DEFAULT_MODEL)
         self.tokenizer = Tokenizer.load(self._model_path)
         self._platform: Platform = registry.require(config.hardware) if config.hardware else registry.detect()

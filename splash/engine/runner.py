@@ -17,6 +17,7 @@ from splash.core.memory import ArenaGeometry
 from splash.core.ownership import page_holders
 from splash.core.request import TokenLogprob
 from splash.core.step import NO_SLOT, Query, StepOutput, StepPlan
+from splash.engine.config import DUMMY_FORMATS
 from splash.engine.grammar import Grammars
 from splash.engine.graphs import DecodeGraphs
 from splash.engine.pending import LastTokens
@@ -136,7 +137,7 @@ class ModelRunner:
             dtype: of weights, activations and cache.
             max_model_len: most positions of a request.
             eos_token_ids: tokens that end generation.
-            load_format: "safetensors", or "dummy" for random weights.
+            load_format: as the engine's.
             graph_rows: decode steps of up to so many rows are recorded, where the platform can; 0 for none.
 
         Raises:
@@ -145,8 +146,8 @@ class ModelRunner:
         """
         spec, chosen = geometry.spec, parse_layout(layout)
         check_layout(chosen, spec.num_heads, group.size)
-        if load_format == "dummy":
-            source = DummyCheckpoint(group.device, torch_dtype(dtype))
+        if load_format in DUMMY_FORMATS:
+            source = DummyCheckpoint(group.device, torch_dtype(dtype), load_format == "dummy_same_experts")
             weights = Loader(source, geometry, group, torch_dtype(dtype)).load(chosen)
         else:
             with Checkpoint(model) as checkpoint:

@@ -151,7 +151,7 @@ def test_bad_requests_harm_nobody(llm: LLM, prompt: list[int], params: SamplingP
         ({"kv_cache_gib": 1e-4}, CapacityError, "kv_cache_gib"),
         ({"model": "/nonexistent"}, CheckpointError, "/nonexistent"),
         ({"hardware": "vax"}, ConfigError, "vax"),
-        ({"load_format": "pickle"}, ConfigError, "safetensors, dummy"),
+        ({"load_format": "pickle"}, ConfigError, "safetensors, dummy, dummy_same_experts"),
         ({"mem_fraction": 1.5}, ConfigError, "mem_fraction: must be above 0 and at most 1"),
         (
             {"attention": AttentionOptions("triton")},

@@ -80,8 +80,11 @@ class FlashInferAttention(AttentionBackend):
         kv_b_HEC: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        out = self._prefill and self._prefill.attend(q_nHd, pages_SPK, batch, kv_b_HEC, scale)
-        return self._other.attend_expanded(q_nHd, pages_SPK, batch, kv_b_HEC, scale) if out is None else out
+        if self._prefill is not None:
+            out = self._prefill.attend(q_nHd, pages_SPK, batch, kv_b_HEC, scale)
+            if out is not None:
+                return out
+        return self._other.attend_expanded(q_nHd, pages_SPK, batch, kv_b_HEC, scale)
 
     def buffers(self, max_rows: int, max_pages: int, shape: QueryShape) -> AttentionBuffers:
         """FlashInfer's where its kernels are the faster ones, else those of the other backend."""

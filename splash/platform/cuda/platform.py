@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _INSTALL = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130"
 _ON_CPU = "serve on the CPU: +hardware=cpu"
 CONTEXT_BYTES = 1 << 30  # of a process: CUDA's own, kernels and libraries
-# Sums that a kernel of our own makes: the longest, and what a program takes of it. A rank reads all of its peers' inputs.
+# Sums that a kernel of our own makes: the longest, and what a program takes of it. A rank reads all its peers' inputs.
 SUM_PARTS = {256 << 10: 4096, 2 << 20: 16384}
 SUM_READ_BYTES = 2 << 20
 
