@@ -6,7 +6,8 @@ A case is ROWSxHISTORY. `absorbed` is multi-query attention over latents, beside
 `expanded` makes each head's keys and values from the latents and attends to those. Beside it, given keys and values
 that are made already: FlashInfer's ragged prefill (fa3) and FlashAttention 3, causal, and cuDNN, of every row to every
 key. `make` is the product that makes them, alone: `attention` is what is left of `expanded` without it. Those who use
-the others have to make them too, and to copy the rotary keys to every head: `whole`.
+the others have to make them too, and to copy the rotary keys to every head: `whole`. `engine` is what is served where
+FlashInfer is installed: FlashInfer's attention over keys and values that one product makes, rotary keys included.
 
 The ceiling is the rate of a large product (`of_gemm`). Aims: absorbed 0.6 of it; expanded attention 0.8 of the faster
 of FlashInfer's and FlashAttention's (`of_flashinfer`, `of_fa3`). All results are checked before they are timed; all
@@ -102,6 +103,7 @@ def expanded(cache: Paged, heads: int, rounds: int, theirs: bool) -> dict[str, A
     peers = {"fa3": flash_attention_3(q, k, v, d), "cudnn": cudnn_attention(q, k, v, d)}
     if theirs:
         peers["flashinfer"] = flashinfer_ragged(q, k, v, d)
+        peers["engine"] = flashinfer_engine(q, cache, kv_b)
     for name, call in peers.items():
         if call is not None:
             if name != "cudnn":  # which is not causal
@@ -112,7 +114,9 @@ def expanded(cache: Paged, heads: int, rounds: int, theirs: bool) -> dict[str, A
     alone = max(times["ours"] - times["make"], 1e-9)
     row |= {"ms": times["ours"], "tflop_s": flop / times["ours"] / 1e9, "make_ms": times["make"]}
     row |= {"whole_ms": times["whole"], "attention_tflop_s": flop / alone / 1e9}
-    for name in calls.keys() & peers.keys():
+    if "engine" in calls:
+        row |= {"engine_ms": times["engine"], "engine_over_ours": times["ours"] / times["engine"]}
+    for name in calls.keys() & peers.keys() - {"engine"}:
         counted = flop * cache.rows * cache.length / cache.causal_pairs() if name == "cudnn" else flop
         row |= {f"{name}_ms": times[name], f"{name}_tflop_s": counted / times[name] / 1e9}
         row[f"of_{name}"] = row["attention_tflop_s"] / row[f"{name}_tflop_s"]
@@ -133,6 +137,26 @@ def flashinfer_ragged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, d: Dims
         *bounds, heads, heads, d.nope + d.rotary, head_dim_vo=d.value, causal=True, sm_scale=d.scale, q_data_type=DTYPE
     )
     return lambda: wrapper.run(q, k, v)
+
+
+def flashinfer_engine(q: torch.Tensor, cache: Paged, kv_b: torch.Tensor) -> Call | None:
+    """The engine's own path through FlashInfer, planned before; None where it is not installed."""
+    try:
+        import flashinfer  # noqa: F401
+    except ImportError:
+        return None
+    from splash.platform.cuda.flashinfer_prefill import FlashInferKernels, FlashInferPrefill
+
+    device = torch.device(DEVICE)
+    programs = torch.cuda.get_device_properties(device).multi_processor_count
+    prefill = FlashInferPrefill(FlashInferKernels(device), programs)
+
+    def call() -> torch.Tensor:
+        out = prefill.attend(q, cache.pages, cache.batch, kv_b, cache.dims.scale)
+        assert out is not None
+        return out
+
+    return call
 
 
 def flash_attention_3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, d: Dims) -> Call | None:
