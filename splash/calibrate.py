@@ -41,7 +41,6 @@ KEPT = (
     "indexer",
     "overlap",
     "expert_skew",
-    "launch_us",
     "pull_slowdown",
     "trickle",
     "trickle_slowdown",
@@ -207,6 +206,7 @@ def fit_stages(hardware: Hardware, measured: Mapping[str, float], spec: ModelSpe
         memory=_share(measured["read"], bandwidth),
         movement=_share(measured["movement"], bandwidth),
         absorbed=_share(measured["absorbed"], peak),
+        decode=_share(measured["decode"], peak),
         expanded=1.0,
         decode_memory=_share(measured["decode_read"], bandwidth),
         expert_us=measured["expert_s"] * 1e6,
@@ -214,7 +214,6 @@ def fit_stages(hardware: Hardware, measured: Mapping[str, float], spec: ModelSpe
         page_pull_gb_s=measured["page_pull_rate"] / 1e9,
         pull_us=measured["pull_s"] * 1e6,
         op_us=0.0,
-        launch_us=0.0,
         step_us=0.0,
         request_us=0.0,
         attention_us=0.0,
@@ -245,7 +244,7 @@ def fit_stages(hardware: Hardware, measured: Mapping[str, float], spec: ModelSpe
 def measure_steps(
     settings: CalibrateSettings, platform: Platform, ranks: int, dtype: str, deadline: float
 ) -> dict[str, float]:
-    """Seconds of three real steps: of nothing, of one request that decodes, and of `BATCH` of them."""
+    """Seconds of real steps: of nothing, of one request that decodes, of `BATCH` of them, and of a short prompt."""
     from splash.calibrate_steps import StepBench
 
     timeout_s = max(1.0, deadline - time.monotonic())
@@ -257,13 +256,17 @@ def measure_steps(
             "empty": bench.measure(layout, StepLoad.of_arrays([], [], [], ranks), 30),
             "one": bench.measure(layout, StepLoad.decode(1, settings.page_size, ranks), 30),
             "many": bench.measure(layout, StepLoad.decode(BATCH, settings.page_size, ranks), 20),
+            "short": bench.measure(layout, StepLoad.prefill(1, BATCH, 0, ranks), 20),
         }
 
 
 def fit_steps(
     hardware: Hardware, times: Mapping[str, float], settings: CalibrateSettings, ranks: int, dtype: str
 ) -> Hardware:
-    """The overheads of steps: what the stages do not explain, shared out by operations and by requests."""
+    """The overheads of steps: what the stages do not explain, shared out by operations and by requests.
+
+    Where decode is replayed as a graph, a short prompt is not, and takes as long as the host does to start it.
+    """
     assert hardware.costs is not None
     spec = settings.model.spec()
     costs = dataclasses.replace(hardware.costs, step_us=times["empty"] * 1e6)
@@ -274,8 +277,15 @@ def fit_steps(
     per_operation = rest_of_one / model.operations(layout, one)
     rest_of_many = times["many"] - model.step(layout, many).seconds - rest_of_one
     per_request = max(0.0, rest_of_many) / BATCH
+    launched = (times["short"] - times["empty"]) / model.operations(layout, StepLoad.prefill(1, BATCH, 0, ranks))
     return dataclasses.replace(
-        hardware, costs=dataclasses.replace(costs, op_us=per_operation * 1e6, request_us=per_request * 1e6)
+        hardware,
+        costs=dataclasses.replace(
+            costs,
+            op_us=per_operation * 1e6,
+            launch_us=max(0.0, launched) * 1e6 if costs.launch_us else 0.0,
+            request_us=per_request * 1e6,
+        ),
     )
 
 
@@ -298,7 +308,7 @@ def _summary(hardware: Hardware) -> list[str]:
     rate = hardware.fp32_tflops if hardware.platform == "cpu" else hardware.bf16_tflops
     reached = ", ".join(
         f"{name} {getattr(costs, name):.0%}"
-        for name in ("gemm", "absorbed", "expanded", "memory", "movement", "decode_memory")
+        for name in ("gemm", "absorbed", "expanded", "memory", "movement", "decode", "decode_memory")
     )
     collectives = ", ".join(
         f"{name} {getattr(costs, name).latency_us:.0f} us + {getattr(costs, name).gb_s:.1f} GB/s"

@@ -28,6 +28,7 @@ from splash.platform.base import AttentionBatch, Rank
 from splash.platform.registry import get_platform
 
 MIB = 1 << 20
+FEW = 8  # a part of the heads, with which decode reads more than it computes
 QUEUED = 10  # pieces of work timed together on a device that is queued to
 
 
@@ -183,12 +184,14 @@ def _attention(bench: Bench, sizes: Sizes, geometry: ArenaGeometry, dtype: torch
     kv_b = torch.randn(heads, spec.qk_nope_head_dim + spec.v_head_dim, spec.kv_lora_rank, device=device).to(dtype)
     expanded_s = bench.seconds(lambda: group.attention.attend_expanded(q, pages_SPK, batch, kv_b, spec.softmax_scale))
     sequences = (geometry.num_slots - geometry.num_weight_slots) * page_size // context
+    keys, few = sequences * context, max(1, heads // FEW)
     return {
         "absorbed": flops / absorbed(1, rows, context, heads),
         "expanded_s": expanded_s,
         "expanded_rows": rows,
         "expanded_start": context - rows,
-        "decode_read": sequences * context * geometry.kv.latent_bytes / absorbed(sequences, 1, context, heads),
+        "decode": keys * heads * 2 * (spec.latent_dim + spec.kv_lora_rank) / absorbed(sequences, 1, context, heads),
+        "decode_read": keys * geometry.kv.latent_bytes / absorbed(sequences, 1, context, few),
         # Where batches are recorded, requests share a kernel.
         "tiny_sequence_s": absorbed(16, 1, page_size, heads) / 16 if group.graphs is None else 0.0,
     }
@@ -245,14 +248,16 @@ def _pulls(bench: Bench, geometry: ArenaGeometry) -> dict[str, float]:
     order = np.random.default_rng(0).permutation(num)
     pages = np.stack(((order + num) * page, np.arange(num) * page, np.full(num, page)), axis=1)
 
+    long, scattered = (group.copies.prepare(extents, [target], [source]) for extents in (whole, pages))
+
     def begin() -> None:
         group.comm.barrier()
         group.copies.begin(lambda: group.copies.copy(target, source, whole * [1, 1, 0] + [0, 0, 1])).wait()
         group.comm.barrier()
 
     return {
-        "pull_rate": num * page / bench.seconds(lambda: group.copies.copy(target, source, whole)),
-        "page_pull_rate": num * page / bench.seconds(lambda: group.copies.copy(target, source, pages)),
+        "pull_rate": num * page / bench.seconds(long.run),
+        "page_pull_rate": num * page / bench.seconds(scattered.run),
         "pull_s": bench.seconds(begin),
     }
 

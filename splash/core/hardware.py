@@ -18,7 +18,7 @@ from splash.core.errors import ConfigError
 
 PLATFORMS = ("cpu", "cuda", "rocm")
 GIB = 1 << 30
-SHARES = ("gemm", "memory", "movement", "absorbed", "expanded", "decode_memory", "indexer", "trickle")
+SHARES = ("gemm", "memory", "movement", "absorbed", "expanded", "decode", "decode_memory", "indexer", "trickle")
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,10 @@ class Costs:
         gemm: share of the peak rate that a large matrix product reaches.
         memory: share of the memory bandwidth at which products read weights and activations.
         movement: the same of operations that rearrange activations into memory that they allocate.
-        absorbed: share of the peak rate of absorbed attention (also of decode, where it is bound by arithmetic).
+        absorbed: share of the peak rate of absorbed attention of a chunk's rows.
         expanded: share of the peak rate of expanded attention.
-        decode_memory: share of the memory bandwidth at which attention reads the cache.
+        decode: share of the peak rate of absorbed attention of single rows, where it is bound by arithmetic.
+        decode_memory: share of the memory bandwidth at which attention reads the cache, where it is bound by that.
         indexer: share of the peak rate of a sparse-attention indexer's scores.
         all_reduce, all_gather, reduce_scatter, all_to_all: collectives within a step.
         overlap: most of the attention time that communication can hide behind, a share.
@@ -72,6 +73,7 @@ class Costs:
     movement: float
     absorbed: float
     expanded: float
+    decode: float
     decode_memory: float
     indexer: float
     all_reduce: Collective

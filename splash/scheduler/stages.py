@@ -69,6 +69,7 @@ class Stages:
         self._head_flops = activation_flops * costs.gemm
         self._router_flops = (hardware.fp32_tflops or hardware.bf16_tflops) * 1e12 * costs.gemm
         self._absorbed_flops = activation_flops * costs.absorbed
+        self._decode_flops = activation_flops * costs.decode
         self._expanded_flops = activation_flops * costs.expanded
         self._indexer_flops = hardware.tflops("float32" if dtype == "float32" else "fp8") * 1e12 * costs.indexer
         self._bytes_s = hardware.memory_gb_s * 1e9 * costs.memory
@@ -137,21 +138,23 @@ class Stages:
         """Absorbed attention of single rows that see `keys` keys in all and attend to `pairs` of them."""
         if not sequences:
             return 0.0
-        return self._absorbed(pairs, pairs, heads) + self._index(keys, keys) + sequences * self._sequence_s
+        attention = self._absorbed(pairs, pairs, heads, self._decode_flops)
+        return attention + self._index(keys, keys) + sequences * self._sequence_s
 
     def attend_absorbed(self, chunk: Chunk, heads: int, share: float = 1.0, key_share: float = 1.0) -> float:
         """Absorbed attention of a share of a chunk's pairs, to a share of its keys."""
         dense, keys = chunk_pairs(chunk.rows, chunk.start) * share, (chunk.start + chunk.rows) * key_share
         if self.top_k is None:
-            return self._absorbed(dense, keys, heads) + self._sequence_s
+            return self._absorbed(dense, keys, heads, self._absorbed_flops) + self._sequence_s
         # Every row has keys of its own, so none is read for several rows.
         pairs = chunk_pairs(chunk.rows, chunk.start, self.top_k) * share
-        return self._absorbed(pairs, pairs, heads) + self._index(dense, keys) + self._sequence_s
+        attention = self._absorbed(pairs, pairs, heads, self._absorbed_flops)
+        return attention + self._index(dense, keys) + self._sequence_s
 
-    def _absorbed(self, pairs: float, keys: float, heads: int) -> float:
+    def _absorbed(self, pairs: float, keys: float, heads: int, rate: float) -> float:
         """A pair and head costs 2 (C + R) for the score and 2 C for the value; `keys` are read once for all heads."""
         flops = pairs * heads * 2 * (self.spec.latent_dim + self.spec.kv_lora_rank)
-        return max(flops / self._absorbed_flops, keys * self.kv.latent_bytes / self._cache_bytes_s)
+        return max(flops / rate, keys * self.kv.latent_bytes / self._cache_bytes_s)
 
     def attend_expanded(self, chunk: Chunk, heads: int, share: float = 1.0) -> float:
         """Expanded attention of a share of a chunk's rows to all of its keys, which KV-B makes.

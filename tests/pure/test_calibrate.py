@@ -32,7 +32,7 @@ SCRIBE = "builtin:scribe"
 SPEC = load_model_config(SCRIBE).spec
 MEASURED = {
     "gemm_peak": 2e11, "gemm_typical": 1.5e11, "copy": 2e10, "movement": 5e9, "read": 1.6e10, "absorbed": 1e11,
-    "decode_read": 1e10,
+    "decode": 5e10, "decode_read": 1e10,
     "expanded_s": 1e-2, "expanded_rows": 128.0, "expanded_start": 896.0, "tiny_sequence_s": 3e-4, "expert_s": 1e-5,
     "pull_rate": 8e9, "page_pull_rate": 6e9, "pull_s": 5e-5,
 } | {
@@ -137,7 +137,8 @@ def test_stages_are_fitted_to_what_ranks_measured() -> None:
     fitted = fit_stages(description(), MEASURED, SPEC, 2, "float32")
     costs = fitted.costs
     assert costs is not None and fitted.fp32_tflops == 0.2 and fitted.memory_gb_s == 20
-    assert costs.gemm == 0.75 and costs.memory == 0.8 and costs.absorbed == 0.5 and costs.decode_memory == 0.5
+    assert costs.gemm == 0.75 and costs.memory == 0.8 and costs.absorbed == 0.5
+    assert costs.decode == 0.25 and costs.decode_memory == 0.5
     assert costs.all_gather.latency_us == pytest.approx(20) and costs.all_gather.gb_s == 3
     stages = CostModel(load_model_config(SCRIBE).spec, fitted, 2, "float32").stages
     assert stages.attend_singles(64, 64, 1, stages.spec.num_heads) == pytest.approx(MEASURED["tiny_sequence_s"])
@@ -148,13 +149,24 @@ def test_stages_are_fitted_to_what_ranks_measured() -> None:
 def test_overheads_are_fitted_to_the_times_of_steps() -> None:
     settings = read_settings([])
     stages = fit_stages(description(), MEASURED, SPEC, 2, "float32")
-    times = {"empty": 1e-4, "one": 8e-3, "many": 50e-3}
+    times = {"empty": 1e-4, "one": 8e-3, "many": 50e-3, "short": 9e-3}
     fitted = fit_steps(stages, times, settings, 2, "float32")
     model = CostModel(load_model_config(SCRIBE).spec, fitted, 2, "float32", settings.page_size)
     assert model.step(TP, StepLoad.of_arrays([], [], [], 2)).seconds == pytest.approx(times["empty"])
     many = StepLoad.decode(module.BATCH, settings.page_size, 2)
     assert model.step(TP, many).seconds == pytest.approx(times["many"], rel=1e-6)
     assert fitted.costs is not None and fitted.costs.op_us > 0 and fitted.costs.request_us > 0
+    assert fitted.costs.launch_us == 0, "the host is the device"
+
+
+def test_a_short_prompt_takes_as_long_as_its_start() -> None:
+    described = description("h200")
+    settings = read_settings([])
+    stages = fit_stages(described, MEASURED, SPEC, 2, "bfloat16")
+    fitted = fit_steps(stages, {"empty": 1e-4, "one": 8e-3, "many": 9e-3, "short": 2e-2}, settings, 2, "bfloat16")
+    model = CostModel(SPEC, fitted, 2, "bfloat16", settings.page_size)
+    assert model.step(TP, StepLoad.prefill(1, module.BATCH, 0, 2)).seconds == pytest.approx(2e-2)
+    assert model.step(TP, StepLoad.decode(1, settings.page_size, 2)).seconds == pytest.approx(8e-3)
 
 
 def test_a_description_is_found_by_the_devices_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from splash.settings import build, compose, options
 
 FREE = Collective(0.0, 1e12)
 IDEAL = Costs(
-    gemm=1, memory=1, movement=1, absorbed=1, expanded=1, decode_memory=1, indexer=1,
+    gemm=1, memory=1, movement=1, absorbed=1, expanded=1, decode=1, decode_memory=1, indexer=1,
     all_reduce=FREE, all_gather=FREE, reduce_scatter=FREE, all_to_all=FREE,
     overlap=0, expert_skew=1, op_us=0, launch_us=0, step_us=0, request_us=0, attention_us=0, expert_us=0,
     pull_gb_s=1, page_pull_gb_s=1, pull_us=0, pull_slowdown=1, trickle=0.5, trickle_slowdown=1.25, switch_us=0,
