@@ -16,6 +16,9 @@ from splash.core.request import SamplingParams, TokenLogprob
 
 NO_SLOT = -1  # in a page's slots: this rank does not hold the page
 PENDING_TOKEN = -1  # in a query's tokens: what the step before samples for this request
+# Rows of a step with chunks, and keys they see in all, up to which it runs as a recorded step of single rows. Those
+# read their history one by one, so many in 0.3 ms a layer at 3.8 TB/s; to start a layer otherwise takes a host 1.5 ms.
+REPLAYED_ROWS, REPLAYED_KEYS = 256, 1 << 20
 
 
 class NewRequest(msgspec.Struct, frozen=True, array_like=True):

@@ -1,4 +1,7 @@
-"""Decode steps as graphs: one a layout and number of rows, recorded at the start and only replayed after that."""
+"""Steps of single rows as graphs: one a layout and number of rows, recorded at the start and only replayed after that.
+
+Decode steps are such, and steps with prompts that are short enough are turned into such (`DecodeGraphs.takes_chunks`).
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from torch import Tensor
 
 from splash.core.layout import KV, LAYOUTS, Layout, Projections, Rows
 from splash.core.memory import ArenaGeometry
-from splash.core.step import NO_SLOT
+from splash.core.step import NO_SLOT, REPLAYED_KEYS, REPLAYED_ROWS, StepPlan
 from splash.layouts.inputs import FixedInputs
 from splash.layouts.rows import NO_QUERY, StepRows
 from splash.model.transformer import Transformer
 from splash.platform.base import Graph, Graphs, Rank
 from splash.platform.host_copies import upload
 
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, REPLAYED_ROWS)
 
 
 def buckets_for(max_rows: int) -> tuple[int, ...]:
@@ -148,16 +151,24 @@ class DecodeGraphs:
             sampled=np.arange(total),
         )
 
+    def takes_chunks(self, plan: StepPlan) -> bool:
+        """Whether a step has chunks, and is worth running as single rows. Every rank comes to the same answer."""
+        lengths = [len(query.tokens) for query in plan.queries]
+        if max(lengths) == 1 or sum(lengths) > self._buckets[-1] or any(query.score for query in plan.queries):
+            return False
+        keys = [rows * query.start + rows * (rows + 1) // 2 for rows, query in zip(lengths, plan.queries, strict=True)]
+        return sum(keys) <= REPLAYED_KEYS
+
     def fits(self, rows: StepRows) -> bool:
         """Whether a step was recorded that `rows` can be. Every rank comes to the same answer."""
-        if rows.is_chunk_N.any() or len(rows.sampled) != len(rows.tokens_N):  # only decode steps are recorded
+        if rows.is_chunk_N.any():
             return False
         counts = padded_counts(rows.counts_T, rows.layout, self._buckets)
         return (
             counts is not None and (rows.layout.name, counts) in self._recorded and not self._has_too_many_pages(rows)
         )
 
-    def forward(self, rows: StepRows, fill: Callable[[Tensor, StepRows], None]) -> Tensor:
+    def forward(self, rows: StepRows, fill: Callable[[Tensor, StepRows], None]) -> Tensor | None:
         """Run a step that fits. Returns what `Transformer.forward` does, valid until the next step.
 
         `fill` puts the tokens that the host does not know into those of the graph's rows.
@@ -174,6 +185,8 @@ class DecodeGraphs:
         fill(step.tokens, padded)
         recorded.graph.replay()
         self.num_replayed += 1
+        if not len(sampled):
+            return None
         if np.array_equal(sampled, np.arange(len(sampled))):
             return recorded.scores[: len(sampled)]
         return recorded.scores[upload(torch.from_numpy(sampled), self._group.device)]

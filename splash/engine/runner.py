@@ -23,7 +23,7 @@ from splash.engine.graphs import DecodeGraphs
 from splash.engine.pending import LastTokens
 from splash.engine.sampler import Sampled, Sampler
 from splash.layouts.inputs import EagerInputs
-from splash.layouts.rows import step_rows
+from splash.layouts.rows import single_rows, step_rows
 from splash.layouts.tables import PageTables
 from splash.model.checkpoint import Checkpoint, torch_dtype
 from splash.model.dummy import DummyCheckpoint
@@ -187,16 +187,20 @@ class ModelRunner:
 
         Returns what `Transformer.forward` does.
 
-        A recorded step is so much quicker than the same step by layers that it is worth waiting for all of them.
+        A recorded step is so much quicker than the same step by layers that it is worth waiting for all of them, unless
+        chunks would have to be taken apart for it.
         """
         if not plan.queries:
             if handoff is not None:
                 handoff.complete()
             return None
         layout = parse_layout(plan.layout)
+        streams = handoff is not None and handoff.layerwise
+        if self._graphs is not None and not streams and self._graphs.takes_chunks(plan):
+            plan = msgspec.structs.replace(plan, queries=single_rows(plan.queries))
         rows = step_rows(plan, layout, self._group.rank, self._group.size, self._geometry.page_size, tables)
         graphs = self._graphs if self._graphs is not None and self._graphs.fits(rows) else None
-        if handoff is not None and (graphs is not None or not handoff.layerwise):
+        if handoff is not None and (graphs is not None or not streams):
             handoff.complete()
             handoff = None
         if graphs is not None:

@@ -146,6 +146,21 @@ class StepRows:
         return rows, place_N[self.sampled]
 
 
+def single_rows(queries: Sequence[Query]) -> tuple[Query, ...]:
+    """The same rows as queries of one row each, as those of requests that decode."""
+    singles: list[Query] = []
+    for query in queries:
+        if len(query.tokens) == 1:
+            singles.append(query)
+            continue
+        last = len(query.tokens) - 1
+        for at, token in enumerate(query.tokens):
+            pages = query.new_pages if at == 0 else ()
+            place = query.start + at
+            singles.append(Query(query.request, place, (token,), query.owner, query.sample and at == last, pages))
+    return tuple(singles)
+
+
 def step_rows(plan: StepPlan, layout: Layout, rank: int, ranks: int, page_size: int, tables: PageTables) -> StepRows:
     """Lay out the rows of `plan`, entering its new pages into `tables`."""
     queries = plan.queries

@@ -19,6 +19,7 @@ from splash.core.hardware import GIB, Hardware
 from splash.core.layout import KV, LAYOUTS, Layout, Projections, Rows
 from splash.core.memory import ArenaGeometry
 from splash.core.spec import ModelSpec
+from splash.core.step import REPLAYED_KEYS, REPLAYED_ROWS
 from splash.scheduler.attention_costs import REMEMBERED, AttentionCost, AttentionCosts
 from splash.scheduler.footprint import Fit, fits
 from splash.scheduler.load import StepLoad
@@ -72,7 +73,7 @@ class CostModel:
         dtype: of weights: "float32", "bfloat16" or "fp8". Activations are float32 or else bfloat16.
         page_size: token positions a page.
         kv_dtype: of the cache; None takes `dtype`.
-        graph_rows: steps without chunks and of at most so many rows run as graphs, which need no launches.
+        graph_rows: steps of at most so many rows run as graphs, which need no launches, unless chunks see too much.
         cheapest_forms: a what-if: chunks attend absorbed or expanded as is predicted to be faster, and cp gathers
             histories or queries. False predicts what the model does: chunks are expanded from
             `ModelSpec.expanded_rows` rows on, with sharded projections to gathered history, and cp gathers histories.
@@ -152,6 +153,8 @@ class CostModel:
     def _cheapest(self, layout: Layout, load: StepLoad) -> tuple[StepCost, AttentionCost | None]:
         """The form of attention with which the whole step is cheapest: where launches show, fewer of them may win."""
         assert load.ranks == self.ranks
+        if load.num_chunks and self.stages.costs.launch_us and self.runs_as_graph(load):
+            load = load.in_single_rows
         forms = self.attention.forms(layout, load) if load.num_rows else (None,)
         steps = [(self.step_with(layer, layout, load), layer) for layer in forms]
         return min(steps, key=lambda step: step[0].seconds)
@@ -160,7 +163,7 @@ class CostModel:
         """The cost with one form of attention; None where there are no rows."""
         costs, num_layers = self.stages.costs, self.spec.num_layers
         parts = dict.fromkeys(STAGES, 0.0)
-        parts["host"] = (costs.step_us + costs.request_us * len(load.rows_q)) * MICRO
+        parts["host"] = (costs.step_us + costs.request_us * load.num_queries) * MICRO
         if layer is None:
             return StepCost(layout, parts["host"], parts)
         parts["projections"] = layer.projections * num_layers
@@ -242,8 +245,10 @@ class CostModel:
         return num_layers * layer_ops + feedforward + END_OPS
 
     def runs_as_graph(self, load: StepLoad) -> bool:
-        """Whether such a step is replayed as a whole."""
-        return not load.num_chunks and load.num_rows <= self.graph_rows
+        """Whether such a step is replayed as a whole, its chunks as single rows."""
+        if load.num_chunks and (load.num_rows > REPLAYED_ROWS or load.seen_keys > REPLAYED_KEYS):
+            return False
+        return load.num_rows <= self.graph_rows
 
     def _launch(self, is_graph: bool, ops: int, device: float) -> float:
         """Operations take some time however small; without a graph, the host may be slower than the device."""

@@ -95,7 +95,29 @@ class StepLoad:
         )
         return later
 
+    @cached_property
+    def in_single_rows(self) -> StepLoad:
+        """The same rows as singles, which read their history each for itself, of as many requests as before."""
+        rows, ends = self.rows_q, np.cumsum(self.rows_q)
+        place = np.arange(self.num_rows) - np.repeat(ends - rows, rows)
+        singles = StepLoad(
+            self.ranks, np.repeat(self.owner_q, rows), np.ones_like(place), np.repeat(self.start_q, rows) + place,
+            self.num_sampled,
+        )  # fmt: skip
+        singles.__dict__["num_queries"] = self.num_queries
+        return singles
+
     # --- all queries ---
+
+    @cached_property
+    def num_queries(self) -> int:
+        """Requests of the step."""
+        return len(self.rows_q)
+
+    @cached_property
+    def seen_keys(self) -> int:
+        """Pairs of a row and a key that it sees."""
+        return int((self.rows_q * self.start_q + self.rows_q * (self.rows_q + 1) // 2).sum())
 
     @cached_property
     def num_rows(self) -> int:

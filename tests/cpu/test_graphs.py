@@ -117,6 +117,24 @@ def test_graphs_change_nothing(tiny_checkpoint: Callable[[str], Path], ranks: in
         assert eager[name]["replayed"] == 0
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_steps_with_short_prompts_are_replayed(tiny_checkpoint: Callable[[str], Path], ranks: int) -> None:
+    """All of them where no step has more rows than were recorded: prompts at once and in chunks, and the decodes."""
+    path = str(tiny_checkpoint("base"))
+    prompts = [tuple(range(5, 5 + length)) for length in (7, 3, 20)]
+    geometry: ArenaGeometry = geometry_for(path, ranks, 16, 60)
+    arguments = {"model": path, "geometry": geometry, "layouts": list(LAYOUTS), "prompts": prompts}
+    arguments |= {"max_tokens": (6, 9, 4), "budget": 8}
+    kind = {"num_layers": geometry.spec.num_layers, "geometry": geometry, "timeout_s": 200.0}
+    eager = run_group("tests.cpu.model_programs:generate", ranks, arguments, **kind)[0]
+    graphs = run_group("tests.cpu.test_graphs:generate", ranks, {**arguments, "graph_rows": 8}, **kind)[0]
+    for name in LAYOUTS:
+        assert graphs[name]["tokens"] == eager[name]["tokens"], name
+        for got, want in zip(graphs[name]["logits"], eager[name]["logits"], strict=True):
+            assert np.abs(got - want).max() < 1e-4
+        assert graphs[name]["replayed"] == graphs[name]["steps"] > 0, name
+
+
 @given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=5), most=st.integers(1, 300))
 def test_rows_fit_the_smallest_graph_that_has_room(counts: Sequence[int], most: int) -> None:
     buckets = buckets_for(most)

@@ -215,12 +215,33 @@ def test_sparse_attention_is_bounded_and_pays_for_its_indexer() -> None:
 
 
 def test_launches_hide_behind_the_device_or_show() -> None:
-    load = StepLoad.prefill(1, 8, 0, 2)
+    load = StepLoad.prefill(1, 300, 0, 2)
     model = tiny_model(launch_us=1e6, tflops=1e12)
     assert model.step(TP, load).stages["launch"] == pytest.approx(model.operations(TP, load), abs=1e-3)
     assert tiny_model(launch_us=1e6).step(TP, load).stages["launch"] == 0
     assert model.step(TP, StepLoad.decode(1, 8, 2)).stages["launch"] == 0, "decode runs as a graph"
     assert tiny_model(launch_us=1e6, tflops=1e12, graph_rows=0).step(TP, StepLoad.decode(1, 8, 2)).stages["launch"] > 1
+
+
+def test_short_prompts_run_as_the_rows_of_a_graph() -> None:
+    """They need no launches, and every row reads its history for itself; long ones, and long histories, do not."""
+    model, chunk = tiny_model(launch_us=1e6, tflops=1e12, memory_gb_s=1e-9), StepLoad.prefill(1, 3, 5, 2)
+    rows = StepLoad.of_arrays([0] * 3, [1] * 3, [5, 6, 7], 2, 0)
+    assert model.step(TP, chunk).seconds == model.step(TP, rows).seconds
+    assert model.step(TP, chunk).stages["launch"] == 0
+    unrecorded = tiny_model(tflops=1e12, memory_gb_s=1e-9)
+    assert unrecorded.step(TP, chunk).stages["attention"] < model.step(TP, chunk).stages["attention"]
+    for load in (StepLoad.prefill(1, 300, 5, 2), StepLoad.prefill(1, 100, 20_000, 2)):
+        quick = tiny_model(launch_us=1e6, tflops=1e12)
+        assert load.num_chunks and not quick.runs_as_graph(load) and quick.step(TP, load).stages["launch"] > 0
+
+
+@given(load=loads())
+def test_single_rows_are_the_same_rows(load: StepLoad) -> None:
+    rows = load.in_single_rows
+    assert rows.num_rows == load.num_rows == rows.num_singles and not rows.num_chunks
+    assert rows.rows_T == load.rows_T and rows.num_sampled == load.num_sampled
+    assert rows.num_queries == load.num_queries and rows.seen_keys == load.seen_keys == sum(rows.context_q)
 
 
 # --- what every prediction must be like ---
@@ -247,7 +268,7 @@ def test_longer_contexts_and_more_requests_never_cost_less(model: CostModel, loa
     owners, rows, starts = np.append(load.owner_q, 0), np.append(load.rows_q, 1), np.append(load.start_q, more)
     further = StepLoad.of_arrays(owners, rows, starts, 8, load.num_sampled)
     for layout, cost in before.items():
-        assert model.step(layout, longer).seconds >= cost.seconds * (1 - 1e-9)
+        assert model.step(layout, longer).seconds >= cost.seconds * (1 - 1e-6)  # what is chosen may lie more evenly
         assert model.step(layout, further).seconds >= cost.seconds * (1 - 1e-9)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from splash.core.layout import LAYOUTS
 from splash.core.ownership import page_holders
 from splash.core.step import NO_SLOT, Query, StepPlan
-from splash.layouts.rows import NO_QUERY, StepRows, run_edges, step_rows
+from splash.layouts.rows import NO_QUERY, StepRows, run_edges, single_rows, step_rows
 from splash.layouts.tables import PageTables
 
 PAGE = 4
@@ -50,6 +51,26 @@ def test_pages_are_those_of_the_tables(rows: StepRows, data: st.DataObject) -> N
     for row, slot in enumerate(rows.slots(slice(None)).tolist()):
         table = rows.tables[rows.query_N[row]].slots_cT
         assert slot == table[rows.positions_N[row] // PAGE, rows.rank]
+
+
+@given(rows=steps())
+def test_chunks_as_single_rows(rows: StepRows) -> None:
+    """The same rows on the same pages, none of them a chunk's, and the same ones sampled."""
+    plan = StepPlan(0, 0, rows.layout.name, single_rows(rows.queries))
+    singles = step_rows(plan, rows.layout, rows.rank, rows.ranks, PAGE, PageTables(rows.ranks))
+    assert not singles.is_chunk_N.any() and len(singles.queries) == len(singles.tokens_N)
+
+    def kind(of: StepRows, row: int) -> tuple[int, int, int]:
+        return of.queries[of.query_N[row]].request, int(of.positions_N[row]), int(of.tokens_N[row])
+
+    def described(of: StepRows, some: Sequence[int]) -> list[tuple[int, int, int]]:
+        return [kind(of, row) for row in some]
+
+    every = range(len(rows.tokens_N))
+    assert sorted(described(singles, every)) == sorted(described(rows, every))
+    assert described(singles, singles.sampled.tolist()) == described(rows, rows.sampled.tolist())
+    slots = dict(zip(described(rows, every), rows.slots(slice(None)).tolist(), strict=True))
+    assert [slots[row] for row in described(singles, every)] == singles.slots(slice(None)).tolist()
 
 
 @given(rows=steps(), extra=st.lists(st.integers(0, 3), min_size=4, max_size=4))
