@@ -26,6 +26,7 @@ from splash.core.hardware import Calibration, Collective, Costs, Hardware, calib
 from splash.core.layout import DP, TP, Layout
 from splash.core.memory import ArenaGeometry
 from splash.core.spec import DTYPE_BYTES, ModelSpec, kv_format
+from splash.core.step import REPLAYED_ROWS
 from splash.machine import describe
 from splash.model.choice import ModelChoice
 from splash.platform.base import Platform
@@ -244,7 +245,7 @@ def fit_stages(hardware: Hardware, measured: Mapping[str, float], spec: ModelSpe
 def measure_steps(
     settings: CalibrateSettings, platform: Platform, ranks: int, dtype: str, deadline: float
 ) -> dict[str, float]:
-    """Seconds of real steps: of nothing, of one request that decodes, of `BATCH` of them, and of a short prompt."""
+    """Seconds of real steps: of nothing, of one request that decodes, of `BATCH` of them, and of a prompt."""
     from splash.calibrate_steps import StepBench
 
     timeout_s = max(1.0, deadline - time.monotonic())
@@ -256,7 +257,7 @@ def measure_steps(
             "empty": bench.measure(layout, StepLoad.of_arrays([], [], [], ranks), 30),
             "one": bench.measure(layout, StepLoad.decode(1, settings.page_size, ranks), 30),
             "many": bench.measure(layout, StepLoad.decode(BATCH, settings.page_size, ranks), 20),
-            "short": bench.measure(layout, StepLoad.prefill(1, BATCH, 0, ranks), 20),
+            "short": bench.measure(layout, _unrecorded(ranks), 20),
         }
 
 
@@ -265,7 +266,7 @@ def fit_steps(
 ) -> Hardware:
     """The overheads of steps: what the stages do not explain, shared out by operations and by requests.
 
-    Where decode is replayed as a graph, a short prompt is not, and takes as long as the host does to start it.
+    Where steps are replayed as graphs, the shortest prompt that is not takes as long as the host does to start it.
     """
     assert hardware.costs is not None
     spec = settings.model.spec()
@@ -277,7 +278,7 @@ def fit_steps(
     per_operation = rest_of_one / model.operations(layout, one)
     rest_of_many = times["many"] - model.step(layout, many).seconds - rest_of_one
     per_request = max(0.0, rest_of_many) / BATCH
-    launched = (times["short"] - times["empty"]) / model.operations(layout, StepLoad.prefill(1, BATCH, 0, ranks))
+    launched = (times["short"] - times["empty"]) / model.operations(layout, _unrecorded(ranks))
     return dataclasses.replace(
         hardware,
         costs=dataclasses.replace(
@@ -287,6 +288,11 @@ def fit_steps(
             request_us=per_request * 1e6,
         ),
     )
+
+
+def _unrecorded(ranks: int) -> StepLoad:
+    """The least step that is never recorded."""
+    return StepLoad.prefill(1, REPLAYED_ROWS + 1, 0, ranks)
 
 
 def _layout(usable: Sequence[Layout]) -> Layout:

@@ -21,6 +21,7 @@ from splash.core.hardware import (
     save_calibration,
 )
 from splash.core.layout import TP
+from splash.core.step import REPLAYED_ROWS
 from splash.model.config import load_model_config
 from splash.plan import ModelChoice
 from splash.platform.base import DeviceInfo
@@ -159,13 +160,13 @@ def test_overheads_are_fitted_to_the_times_of_steps() -> None:
     assert fitted.costs.launch_us == 0, "the host is the device"
 
 
-def test_a_short_prompt_takes_as_long_as_its_start() -> None:
+def test_a_prompt_that_is_not_recorded_takes_as_long_as_its_start() -> None:
     described = description("h200")
     settings = read_settings([])
     stages = fit_stages(described, MEASURED, SPEC, 2, "bfloat16")
-    fitted = fit_steps(stages, {"empty": 1e-4, "one": 8e-3, "many": 9e-3, "short": 2e-2}, settings, 2, "bfloat16")
+    fitted = fit_steps(stages, {"empty": 1e-4, "one": 8e-3, "many": 9e-3, "short": 5.0}, settings, 2, "bfloat16")
     model = CostModel(SPEC, fitted, 2, "bfloat16", settings.page_size)
-    assert model.step(TP, StepLoad.prefill(1, module.BATCH, 0, 2)).seconds == pytest.approx(2e-2)
+    assert model.step(TP, StepLoad.prefill(1, REPLAYED_ROWS + 1, 0, 2)).seconds == pytest.approx(5.0)
     assert model.step(TP, StepLoad.decode(1, settings.page_size, 2)).seconds == pytest.approx(8e-3)
 
 
