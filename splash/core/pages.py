@@ -55,12 +55,6 @@ class PageTable:
             self._store_tail()
             self._store(pages)
 
-    def append(self, page: tuple[int, ...]) -> None:
-        """Append a page, as T slots, which `rows` is about to be asked for."""
-        self._tail.append(page)
-        if len(self._tail) > MAX_TAIL:
-            self._store_tail()
-
     def append_all(self, pages: Iterable[tuple[int, ...]]) -> None:
         """Append a few pages, each as T slots, which `rows` is about to be asked for."""
         self._tail += pages
@@ -123,6 +117,20 @@ class PageTable:
     def clear(self) -> None:
         """Forget all pages."""
         self._length, self._tail = 0, []
+
+
+def last_pages(tables: Iterable[PageTable], count: int) -> list[tuple[int, ...] | None]:
+    """`from_end` of many tables, sooner than by a call of each."""
+    return [table._tail[-count] if len(table._tail) >= count else table.from_end(count) for table in tables]
+
+
+def append_each(tables: Iterable[PageTable], pages: Iterable[tuple[int, ...]]) -> None:
+    """Append a page to each of many tables, which `rows` is about to be asked for."""
+    for table, page in zip(tables, pages, strict=True):
+        tail = table._tail
+        tail.append(page)
+        if len(tail) > MAX_TAIL:
+            table._store_tail()
 
 
 @lru_cache
@@ -298,14 +306,14 @@ class PagePool:
                 return False
         period = self._period
         for ranks, group in groups.items():
-            before = [held.table.from_end(period) for held in group]
+            tables = [held.table for held in group]
+            before = last_pages(tables, period)
             columns: list[Iterable[int]] = [_NOWHERE] * self.ranks
             for rank in ranks:
                 last = [None if page is None else page[rank] for page in before]
                 columns[rank] = self._allocators[rank].allocate_each(last)
-            pages = zip(*columns, strict=False)
-            for held, page, id in zip(group, pages, self._new_ids(len(group)), strict=False):
-                held.table.append(page)
+            append_each(tables, zip(*columns, strict=False))
+            for held, id in zip(group, self._new_ids(len(group)), strict=True):
                 held.ids.append(id)
         return True
 
@@ -379,6 +387,8 @@ class HolderTable:
 
     def needs(self, first: int, count: int) -> list[int]:
         """Pages on each rank among the pages first .. first + count - 1."""
+        if self.always is not None:
+            return [count * own for own in self._before[1]]
         times, rest = divmod(count, self._ranks)
         first %= self._ranks
         start, end = self._before[first], self._before[first + rest]

@@ -13,15 +13,19 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 FEW = 64  # slots that are sorted faster as a list than as an array
-_ABSENT, _FREE, _USED = 0, 1, 2  # what a slot is to an allocator; absent slots hold weights or do not exist
+_TAKEN = 1  # the byte of a slot that is not free
+_ONE = b"\1"
 
 
 class PageAllocator:
-    """The slots of one rank that may hold pages. Costs O(log extents) for each extent handed out or taken back.
+    """The slots of one rank that may hold pages.
 
-    Free slots are kept as maximal extents (start, length). A run that continues nothing is placed in the largest
-    extent: at its start where no page lies before it, else in its middle, which leaves half of what remains to the
-    page before it and half to the new run.
+    There is a byte for each slot, which says whether it is free. To continue a run changes that byte and nothing else:
+    where an extent, a maximal run of free slots, begins and ends is read off the bytes when somebody wants to know. An
+    extent handed out or taken back costs O(log extents), and to look along it at the speed of `memchr`.
+
+    A run that continues nothing is placed in the largest extent: at its start where no page lies before it, else in its
+    middle, which leaves half of what remains to the page before it and half to the new run.
 
     Args:
         slots: allocatable slots, int64, ascending, without repeats.
@@ -32,90 +36,76 @@ class PageAllocator:
     def __init__(self, slots: np.ndarray, used: Iterable[int] = (), border: int = 0) -> None:
         self._border = border
         self.num_total = len(slots)
-        self.num_free = 0
-        self._state = bytearray(int(slots[-1]) + 1 if len(slots) else 0)
-        self._lengths: dict[int, int] = {}  # start of a free extent -> its length
-        self._starts: dict[int, int] = {}  # slot after a free extent -> its start
-        # (below the border, -length, slot after) of every free extent, and of some that are gone. An extent that
-        # shrinks from its start keeps its entry: a length here may be too large, and is put right at the top.
+        num_slots = int(slots[-1]) + 1 if len(slots) else 0
+        # One byte more, so that every extent ends before one that is taken.
+        self._taken = bytearray(_ONE * (num_slots + 1))  # holds a page, or can hold none
+        self._usable = bytearray(num_slots + 1)  # may hold a page
+        taken, usable = (np.frombuffer(own, dtype=np.uint8) for own in (self._taken, self._usable))
+        usable[slots] = 1
+        taken[slots] = 0
+        used = used if isinstance(used, np.ndarray) else np.fromiter(used, dtype=np.int64)
+        assert not len(used) or 0 <= used.min() <= used.max() < num_slots, "a page lies in no slot"
+        assert usable[used].all(), "a page lies in a slot that cannot hold one"
+        taken[used] = _TAKEN
+        self.num_free = int(np.count_nonzero(taken == 0))
+        assert self.num_free == len(slots) - len(used), "a slot holds two pages"
+        # (below the border, -length, slot after) of every extent, and of some that are gone. An extent that shrinks
+        # from its start keeps its entry: a length here may be too large, and is put right at the top.
         self._heap: list[tuple[bool, int, int]] = []
-        state = np.frombuffer(self._state, dtype=np.uint8)
-        state[slots] = _FREE
-        taken = used if isinstance(used, np.ndarray) else np.fromiter(used, dtype=np.int64)
-        assert not len(taken) or 0 <= taken.min() <= taken.max() < len(state), "a page lies in no slot"
-        assert (state[taken] == _FREE).all(), "a page lies in a slot that cannot hold one"
-        state[taken] = _USED
-        assert np.count_nonzero(state == _USED) == len(taken), "a slot holds two pages"
-        edges = np.flatnonzero(np.diff((state == _FREE).astype(np.int8), prepend=0, append=0))
-        for start, end in edges.reshape(-1, 2).tolist():
+        self._most_entries = FEW
+        for start, end in np.flatnonzero(np.diff(taken, prepend=_TAKEN)).reshape(-1, 2).tolist():
             cut = min(max(border, start), end)
             for first, last in ((start, cut), (cut, end)):
                 if first < last:
                     self._add_extent(first, last)
-            self.num_free += end - start
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """Take `count` free slots, in the order in which pages should fill them.
 
-        Starts with the slot right after `after` where that is free. There must be `count` free slots.
+        Starts with the slot right after `after`, which is in use, where that is free. There must be `count` free slots.
         """
         assert 0 <= count <= self.num_free, f"{count} slots asked for, {self.num_free} free"
-        taken: list[int] = []
-        if count and after is not None and after + 1 in self._lengths:
-            self._take(after + 1, 0, min(count, self._lengths[after + 1]), taken)
-        while len(taken) < count:
-            start = self._largest_extent()
-            length = self._lengths[start]
-            num = min(count - len(taken), length)
-            page_before = start > 0 and self._state[start - 1] == _USED
-            self._take(start, (length - num) // 2 if page_before else 0, num, taken)
+        slots: list[int] = []
+        if count and after is not None and self._taken[after] and not self._taken[after + 1]:
+            self._take(after + 1, self._end(after + 1, count), slots)
+        while len(slots) < count:
+            self._place(count - len(slots), slots)
         self.num_free -= count
-        return taken
+        return slots
 
     def allocate_each(self, last: Sequence[int | None]) -> list[int]:
         """Take one free slot for each of several runs, given their last slots, as `allocate` would for one by one."""
         assert len(last) <= self.num_free, f"{len(last)} slots asked for, {self.num_free} free"
-        lengths, starts, state = self._lengths, self._starts, self._state
-        taken: list[int] = []
+        taken = self._taken
+        slots: list[int] = []
         for before in last:
-            slot = -1 if before is None else before + 1
-            length = lengths.pop(slot, 0)
-            if not length:
-                slot = self._largest_extent()
-                length = lengths[slot]
-                page_before = slot > 0 and state[slot - 1] == _USED
-                self._take(slot, (length - 1) // 2 if page_before else 0, 1, taken)
-                continue
-            if length > 1:
-                lengths[slot + 1] = length - 1
-                starts[slot + length] = slot + 1
+            if before is None or taken[before + 1]:
+                self._place(1, slots)
             else:
-                del starts[slot + 1]
-            state[slot] = _USED
-            taken.append(slot)
-        self.num_free -= len(taken)
-        return taken
+                taken[before + 1] = _TAKEN
+                slots.append(before + 1)
+        self.num_free -= len(slots)
+        return slots
 
     def are_free(self, slots: Sequence[int]) -> bool:
         """Whether all of some slots are free."""
-        state = np.frombuffer(self._state, dtype=np.uint8)
-        return bool((state[np.asarray(slots, dtype=np.int64)] == _FREE).all())
+        taken = np.frombuffer(self._taken, dtype=np.uint8)
+        return not taken[np.asarray(slots, dtype=np.int64)].any()
 
     def free_flags(self, num_slots: int) -> np.ndarray:
         """bool [num_slots]: which slots are free."""
         flags = np.zeros(num_slots, dtype=bool)
-        flags[: len(self._state)] = np.frombuffer(self._state, dtype=np.uint8) == _FREE
+        flags[: len(self._taken)] = np.frombuffer(self._taken, dtype=np.uint8)[:num_slots] == 0
         return flags
 
     def claim(self, slots: Sequence[int]) -> None:
-        """Take particular slots, all of them free, in any order. Costs O(extents) a run of slots."""
+        """Take particular slots, all of them free, in any order."""
         for begin, end in _runs(slots):
-            assert self._state[begin:end] == bytes((_FREE,)) * (end - begin), f"slots {begin}..{end - 1} are not free"
-            while begin < end:  # a run may cross the border, which no extent does
-                start = max(first for first in self._lengths if first <= begin)
-                count = min(end, start + self._lengths[start]) - begin
-                self._take(start, begin - start, count, [])
-                begin += count
+            assert begin >= 0 and self._taken[begin:end] == bytes(end - begin), f"slots {begin}..{end - 1} are not free"
+            start = self._start(begin + 1)
+            self._take(begin, end, [])
+            if start < begin:
+                self._add_extent(start, begin)
         self.num_free -= len(slots)
 
     def free(self, slots: Sequence[int] | np.ndarray) -> None:
@@ -124,59 +114,68 @@ class PageAllocator:
             self._give_back(start, end)
         self.num_free += len(slots)
 
-    def _take(self, start: int, offset: int, count: int, taken: list[int]) -> None:
-        """Move `count` slots at `offset` of the free extent at `start` to `taken`."""
-        end = start + self._lengths.pop(start)
-        first, last = start + offset, start + offset + count
-        if last < end:
-            self._lengths[last] = end - last
-            self._starts[end] = last
-        else:
-            del self._starts[end]
-        if offset:
+    def _take(self, first: int, last: int, slots: list[int]) -> None:
+        """Add the free slots first .. last - 1 to `slots`."""
+        self._taken[first:last] = _ONE * (last - first)
+        slots.extend(range(first, last))
+
+    def _place(self, most: int, slots: list[int]) -> None:
+        """Add as many of `most` slots as fit in the largest extent to `slots`."""
+        start, end = self._largest_extent()
+        count = min(most, end - start)
+        page_before = start > 0 and self._taken[start - 1] and self._usable[start - 1]
+        first = start + ((end - start - count) // 2 if page_before else 0)
+        self._take(first, first + count, slots)
+        if start < first:
             self._add_extent(start, first)
-        if count == 1:
-            self._state[first] = _USED
-            taken.append(first)
-        else:
-            self._state[first:last] = bytes((_USED,)) * count
-            taken.extend(range(first, last))
 
     def _give_back(self, start: int, end: int) -> None:
-        """Turn the used slots start .. end - 1 into part of a maximal free extent."""
+        """Turn the used slots start .. end - 1 into part of an extent."""
         if start < self._border < end:
             self._give_back(start, self._border)
             start = self._border
-        used = bytes((_USED,)) * (end - start)
-        assert start >= 0 and self._state[start:end] == used, f"slots {start}..{end - 1} are not all in use"
-        self._state[start:end] = bytes((_FREE,)) * (end - start)
-        if start != self._border and start in self._starts:
-            start = self._starts.pop(start)
-            del self._lengths[start]
-        if end != self._border and end in self._lengths:
-            end += self._lengths.pop(end)
-            del self._starts[end]
-        self._add_extent(start, end)
+        ones = _ONE * (end - start)
+        in_use = start >= 0 and self._taken[start:end] == ones == self._usable[start:end]
+        assert in_use, f"slots {start}..{end - 1} are not all in use"
+        self._taken[start:end] = bytes(end - start)
+        self._add_extent(self._start(start + 1), self._end(start))
+
+    def _start(self, end: int) -> int:
+        """The first of the free slots right before `end` that no border parts from it."""
+        start = self._taken.rfind(_TAKEN, 0, end) + 1
+        return self._border if start < self._border < end else start
+
+    def _end(self, start: int, most: int | None = None) -> int:
+        """The slot after the free ones from `start` on that no border parts from it, at most `most` of them."""
+        end = self._taken.find(_TAKEN, start, None if most is None else start + most)
+        if end < 0:
+            assert most is not None, "the last slot is taken"
+            end = start + most
+        return self._border if start < self._border < end else end
 
     def _add_extent(self, start: int, end: int) -> None:
-        self._lengths[start] = end - start
-        self._starts[end] = start
         heapq.heappush(self._heap, (start < self._border, start - end, end))
-        if len(self._heap) > 2 * len(self._lengths) + 64:
-            self._heap = [(start < self._border, start - end, end) for end, start in self._starts.items()]
+        if len(self._heap) > self._most_entries:
+            ends = {end for _, _, end in self._heap if self._is_end(end)}
+            self._heap = [(start < self._border, start - end, end) for end in ends for start in (self._start(end),)]
             heapq.heapify(self._heap)
+            self._most_entries = 2 * len(self._heap) + FEW
 
-    def _largest_extent(self) -> int:
-        """The start of the longest free extent above the border, or below it. There must be one."""
+    def _is_end(self, end: int) -> bool:
+        """Whether an extent ends before a slot."""
+        return not self._taken[end - 1] and (bool(self._taken[end]) or end == self._border)
+
+    def _largest_extent(self) -> tuple[int, int]:
+        """The longest extent above the border, or below it, as start .. end - 1. There must be one."""
         while True:
             below, negative_length, end = self._heap[0]
-            start = self._starts.get(end)
-            if start is None:
+            if not self._is_end(end):
                 heapq.heappop(self._heap)
-            elif start - end == negative_length:
-                return start
-            else:
-                heapq.heapreplace(self._heap, (below, start - end, end))
+                continue
+            start = self._start(end)
+            if start - end == negative_length:
+                return start, end
+            heapq.heapreplace(self._heap, (below, start - end, end))
 
 
 def _runs(slots: Sequence[int] | np.ndarray) -> Iterator[tuple[int, int]]:

@@ -37,11 +37,11 @@ def test_allocator_against_a_set(slots: set[int], data: st.DataObject) -> None:
         assert (allocator.num_free, allocator.num_total) == (len(free), len(slots))
         if data.draw(st.booleans(), label="allocate"):
             count = data.draw(st.integers(0, len(free)), label="count")
-            after = data.draw(st.none() | st.integers(0, 61), label="after")
+            after = data.draw(st.none() | st.sampled_from(sorted(slots - free) or [None]), label="after")
             taken = allocator.allocate(count, after)
             assert len(taken) == count == len(set(taken))
             assert set(taken) <= free
-            if after is not None and after + 1 in free and after not in free and count:
+            if after is not None and after + 1 in free and count:
                 assert taken[0] == after + 1
             elif count <= max(runs(free), default=0):
                 assert taken == list(range(taken[0], taken[0] + count)) if count else True
@@ -63,6 +63,63 @@ def test_allocator_against_a_set(slots: set[int], data: st.DataObject) -> None:
         everything[a : a + n] == list(range(everything[a], everything[a] + n))
         for a, n in zip(starts, lengths, strict=True)
     )
+
+
+def extents(free: set[int], border: int) -> list[tuple[int, int]]:
+    """The maximal runs start .. end - 1 of some slots, which a border parts."""
+    starts = sorted(slot for slot in free if slot - 1 not in free or slot == border)
+    ends = sorted(slot + 1 for slot in free if slot + 1 not in free or slot + 1 == border)
+    return list(zip(starts, ends, strict=True))
+
+
+def place(slots: set[int], free: set[int], border: int, count: int, after: int | None) -> list[int]:
+    """Where `count` pages go, one extent after the other, by the rule as it is written down."""
+    if not count:
+        return []
+    start, end = min(extents(free, border), key=lambda run: (run[0] < border, run[0] - run[1], run[1]))
+    if after is not None and after + 1 in free:
+        start, end = next(run for run in extents(free, border) if run[0] == after + 1)
+    num = min(count, end - start)
+    if start - 1 in slots - free and start - 1 != after:
+        start += (end - start - num) // 2
+    taken = list(range(start, start + num))
+    return taken + place(slots, free - set(taken), border, count - num, None)
+
+
+@given(slots=slot_sets, border=st.integers(0, 61), data=st.data())
+def test_pages_go_to_the_middle_of_the_largest_extent_or_behind_the_last(
+    slots: set[int], border: int, data: st.DataObject
+) -> None:
+    allocator = PageAllocator(np.array(sorted(slots), dtype=np.int64), (), border)
+    free = set(slots)
+    for _ in range(data.draw(st.integers(0, 40), label="calls")):
+        used = sorted(slots - free)
+        match data.draw(st.sampled_from(["allocate", "each", "claim", "free"]), label="call"):
+            case "allocate":
+                count = data.draw(st.integers(0, min(7, len(free))), label="count")
+                after = data.draw(st.none() | st.sampled_from(used or [None]), label="after")
+                expected = place(slots, free, border, count, after)
+                assert allocator.allocate(count, after) == expected
+                free -= set(expected)
+            case "each":
+                last_slots = st.lists(st.none() | st.sampled_from(used or [None]), max_size=min(7, len(free)))
+                last = data.draw(last_slots, label="last")
+                expected = []
+                for after in last:
+                    expected += place(slots, free, border, 1, after)
+                    free.discard(expected[-1])
+                assert allocator.allocate_each(last) == expected
+            case "claim" if free:
+                chosen = data.draw(st.lists(st.sampled_from(sorted(free)), unique=True), label="claimed")
+                assert allocator.are_free(chosen)
+                allocator.claim(chosen)
+                free -= set(chosen)
+            case "free" if used:
+                chosen = data.draw(st.lists(st.sampled_from(used), unique=True), label="freed")
+                allocator.free(chosen)
+                free |= set(chosen)
+        assert np.flatnonzero(allocator.free_flags(61)).tolist() == sorted(free)
+        assert allocator.num_free == len(free)
 
 
 @pytest.mark.parametrize("freed", [[3, 3], [2, 9], [40], [-1], [0]])
