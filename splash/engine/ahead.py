@@ -25,7 +25,8 @@ from splash.core.pages import PageTable
 from splash.core.step import NO_SLOT
 from splash.engine.claims import Claims, Pages
 from splash.engine.windows import cut_out
-from splash.scheduler.prefix_cache import Heritage, PrefixCache
+from splash.scheduler.heritage import Heritage
+from splash.scheduler.prefix_cache import PrefixCache
 from splash.switch.counts import SwitchCounts, count
 from splash.switch.manifest import (
     Manifest,
@@ -418,7 +419,7 @@ class AheadCopies:
                 ids = ids_c[start : start + num].astype(np.int64)
                 own.ids.append(ids)
                 slots = map(tuple, target.tolist())
-                own.known += self.heritage.add(owner_of[request], own.owner, first, ids.tolist(), slots)
+                own.known += self.heritage.add(owner_of[request], own.owner, ids.tolist(), slots)
                 self._count_slots(own, slice(first, first + num), 1)
                 prepared.append(PreparedPages(request, first, source.tobytes(), target.tobytes()))
             start += len(after_cT)

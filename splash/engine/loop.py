@@ -15,8 +15,8 @@ from splash.engine.messages import Result, Run
 from splash.engine.restarts import Restarts
 from splash.engine.steering import Steering
 from splash.engine.switching import Switcher
+from splash.scheduler.page_keys import Keys
 from splash.scheduler.policy import Policy, StaticPolicy
-from splash.scheduler.prefix_cache import Keys
 from splash.scheduler.request import Progress
 from splash.scheduler.scheduler import Scheduler
 from splash.switch.orders import CopyAhead, Vote

@@ -33,6 +33,7 @@ class Moved:
 
 def running_pages(scheduler: Scheduler, target: Layout) -> Occupancy:
     """The running requests, the rows of steps in flight included."""
+    scheduler.pool.enter_full()  # which may change ids
     running = scheduler.running
     held = [request.held for request in running]
     return Occupancy(
@@ -136,6 +137,7 @@ def pages_after(
 ) -> tuple[PrefixCache, dict[int, HeldPages]]:
     """The pages after a switch, with all of the cache that can be kept, and those of each running request."""
     cache, manifest = scheduler.pool, planned.manifest
+    cache.enter_full()
     before = {request.id: request.held for request in scheduler.running if request.held is not None}
     held = {
         id: HeldPages(owner, geometry.ranks, planned.tables[id], before[id].ids)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
+from typing import NamedTuple
 
 from splash.core.errors import RequestError
 from splash.scheduler.chunks import Batch
 from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.idle_pages import CachedPage
 from splash.scheduler.owners import owners_with_room
-from splash.scheduler.prefix_cache import PrefixCache, extend_keys
+from splash.scheduler.page_keys import extend_keys
+from splash.scheduler.prefix_cache import Found, PrefixCache
 from splash.scheduler.request import Request
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Room for a request.
 
     Attributes:
@@ -40,7 +40,7 @@ class Admission:
         request: it waits.
 
     Attributes:
-        found: by rank, the first of its pages that the rank has in its cache.
+        found: what the cache has of its first pages.
         num_pages: pages of the tokens that it has.
     """
 
@@ -52,7 +52,7 @@ class Admission:
         # One page more than the tokens take must be free: without room to grow it would soon be preempted.
         self._needed = min(self.num_pages + 1, self._max_pages)
         self._request = request
-        self.found: Sequence[Sequence[CachedPage]] = [()] * pool.ranks
+        self.found = Found([0] * pool.ranks, (), False)
         if config.prefix_cache and not request.is_unscored:
             # At least the last token has to be computed on.
             most = (len(request.tokens) - 1) // config.page_size
@@ -61,10 +61,7 @@ class Admission:
 
     def left(self, owner: int) -> int:
         """Tokens to compute with that owner: those that it does not have in its cache."""
-        return len(self._request.tokens) - self._num_found(owner)
-
-    def _num_found(self, rank: int) -> int:
-        return len(self.found[rank]) * self._page_size
+        return len(self._request.tokens) - self.found.counts[owner] * self._page_size
 
     def place(self, tokens: Sequence[int], reserved: Sequence[int] | None = None) -> Place | None:
         """The first of `places`, or None."""
@@ -78,12 +75,12 @@ class Admission:
             reserved: pages on each rank that must be left.
         """
         least = None
-        for owner, takes in owners_with_room(
+        for owner, shared, takes in owners_with_room(
             self._pool, tokens, self._needed, self._max_pages, self.found, self._page_size, reserved
         ):
-            least = len(self.found[owner]) if least is None else least
-            if len(self.found[owner]) >= least:
-                yield Place(owner, self.found[owner], takes)
+            least = len(shared) if least is None else least
+            if len(shared) >= least:
+                yield Place(owner, shared, takes)
 
     def place_with_rows(
         self, tokens: Sequence[int], batch: Batch, reserved: Sequence[int] | None = None
@@ -110,10 +107,11 @@ class Admission:
         """
         best: tuple[Place, list[Request]] | None = None
         tried: list[tuple[list[int], Sequence[CachedPage]]] = []
-        for owner in sorted(range(self._pool.ranks), key=lambda rank: tokens[rank] - self._num_found(rank)):
+        for owner in sorted(range(self._pool.ranks), key=lambda rank: tokens[rank] + self.left(rank)):
             if not self._pool.fits_alone(owner, self._max_pages):
                 continue
-            place = Place(owner, self.found[owner], self._pool.takes(owner, self.found[owner], self._needed))
+            shared = self.found.pages(owner)
+            place = Place(owner, shared, self._pool.takes(owner, shared, self._needed))
             if (place.takes, place.shared) in tried:
                 continue  # its pages would lie where those of another owner would
             tried.append((place.takes, place.shared))

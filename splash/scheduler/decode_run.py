@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from splash.core.pages import HeldPages
 from splash.scheduler.load import StepLoad
-from splash.scheduler.prefix_cache import extend_keys
+from splash.scheduler.page_keys import extend_keys
 from splash.scheduler.request import Request
 from splash.scheduler.scheduler import Scheduler
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
+import msgspec
 import numpy as np
 
 from splash.core.layout import Layout
@@ -18,9 +19,9 @@ from splash.core.ownership import page_holders
 from splash.core.step import NO_SLOT
 
 
-@dataclass(slots=True, eq=False)
-class CachedPage:
-    """A page that is written and full.
+class CachedPage(msgspec.Struct, eq=False, gc=False):
+    """A page that is written and full. As nothing in it can be part of a cycle, the garbage collector does not look at
+    it.
 
     Attributes:
         key: what it and the pages before it hold.
@@ -29,9 +30,9 @@ class CachedPage:
         id: its number in `HeldPages.ids`; copies at several places have the same.
         place: owner rank of the requests that may share it where the layout keeps pages by request, else 0.
         slots: its slot on each rank, NO_SLOT where there is none.
+        ranks: those that have a slot of it, in order.
         refs: requests that hold it.
         released: when it last became idle, by a clock of releases.
-        ranks: those that have a slot of it, in order; read off `slots` where left out.
     """
 
     key: bytes
@@ -40,12 +41,14 @@ class CachedPage:
     id: int
     place: int
     slots: tuple[int, ...]
+    ranks: tuple[int, ...]
     refs: int = 0
     released: int = 0
-    ranks: tuple[int, ...] = ()
 
-    def __post_init__(self) -> None:
-        self.ranks = self.ranks or tuple([rank for rank, slot in enumerate(self.slots) if slot != NO_SLOT])
+    def copied(self, place: int, slots: tuple[int, ...]) -> CachedPage:
+        """The same page in another layout or at another place, where no request holds it yet."""
+        ranks = tuple([rank for rank, slot in enumerate(slots) if slot != NO_SLOT])
+        return CachedPage(self.key, self.parent, self.number, self.id, place, slots, ranks, 0, self.released)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,9 +7,10 @@ request. Other layouts have owners too, balanced the same way, so that a switch 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import gt
 
 from splash.scheduler.idle_pages import CachedPage
-from splash.scheduler.prefix_cache import PrefixCache
+from splash.scheduler.prefix_cache import Found, PrefixCache
 
 
 def balance_owners(
@@ -45,30 +46,29 @@ def owners_with_room(
     tokens: Sequence[int],
     num_pages: int,
     max_pages: int,
-    found: Sequence[Sequence[CachedPage]] | None = None,
+    found: Found | None = None,
     page_size: int = 1,
     reserved: Sequence[int] | None = None,
-) -> Iterator[tuple[int, list[int]]]:
-    """The ranks that can take the request now, the one with the least to do first, each with the free pages that it
-    takes on every rank.
+) -> Iterator[tuple[int, Sequence[CachedPage], list[int]]]:
+    """The ranks that can take the request now, the one with the least to do first, each with what it has cached of it
+    and the free pages that it takes on every rank.
 
     Args:
         pool: the pages.
         tokens: context tokens of the running requests of each rank.
         num_pages: pages that the request must be able to have at once.
         max_pages: pages that it has if it runs to its end, which its holders must have room for.
-        found: by rank, the first of its pages, which the rank has in its cache: work that need not be done there.
+        found: what the cache has of its first pages: work that need not be done there.
         page_size: tokens a page.
         reserved: free pages on each rank that are not for it.
 
     Ties go to the rank with the most free pages, then to the lowest.
     """
-    shared = found if found is not None else [()] * pool.ranks
     free = pool.num_free
+    work = tokens if found is None else [own - num * page_size for own, num in zip(tokens, found.counts, strict=True)]
     spare = free if reserved is None else [own - kept for own, kept in zip(free, reserved, strict=True)]
-    for _, _, rank in sorted(
-        [(tokens[rank] - len(shared[rank]) * page_size, -free[rank], rank) for rank in range(pool.ranks)]
-    ):
-        takes = pool.takes(rank, shared[rank], num_pages)
-        if all([take <= own for take, own in zip(takes, spare, strict=True)]) and pool.fits_alone(rank, max_pages):
-            yield rank, takes
+    for rank in sorted(sorted(range(pool.ranks), key=free.__getitem__, reverse=True), key=work.__getitem__):
+        shared = found.pages(rank) if found is not None else ()
+        takes = pool.takes(rank, shared, num_pages)
+        if not any(map(gt, takes, spare)) and pool.fits_alone(rank, max_pages):
+            yield rank, shared, takes

@@ -1,8 +1,9 @@
 """PrefixCache: a page pool in which requests that begin alike share pages, and what they leave behind is found again.
 
-A page is known by what it holds: its key is a hash of its tokens and of the key of the page before it. It is entered
-once it is full and the step that filled it is over, so nobody sees it before it is written, and nobody writes to it
-afterwards. A page that no request holds any more is *idle*: it counts as free, and is evicted when its slot is needed.
+A page is known by what it holds, its key. It is entered once it is full and the step that filled it is over, so nobody
+sees it before it is written, and nobody writes to it afterwards. To work out its key and enter it takes a few
+microseconds, and many requests may fill a page in one step; so pages queue up to be entered, and are before anybody
+looks. A page that no request holds any more is *idle*: it counts as free, and is evicted when its slot is needed.
 
 Where the layout keeps pages by request, a page is of use on the rank of its owner only: this is its *place*, and a
 rank may have a copy of what another has. Everywhere else there is one place, 0.
@@ -10,40 +11,47 @@ rank may have a copy of what another has. Everywhere else there is one place, 0.
 
 from __future__ import annotations
 
-import hashlib
-import struct
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from splash.core.layout import KV, Layout
 from splash.core.pages import HeldPages, HolderTable, PagePool
 from splash.core.step import NO_SLOT
+from splash.scheduler.heritage import Heritage
 from splash.scheduler.idle_pages import CachedPage, Chain, IdlePages
+from splash.scheduler.page_keys import Keys, extend_keys
 
-KEY_BYTES = 16
 KEEP = 1 - 2.0**-14  # what a release is worth after the next
 MOST_TAKEN_ALONG = 1 << 13  # idle pages that a switch moves: to plan more would take longer than a step
 
-Keys = Sequence[bytes]  # of a request's first pages
+# Full pages that are yet to be entered: first .. end - 1 of a request, its tokens and the page size, its keys so far.
+Full = tuple[HeldPages, int, int, list[int], int, list[bytes]]
 
 
-def extend_keys(keys: list[bytes], tokens: Sequence[int], page_size: int, num_pages: int) -> None:
-    """Add the keys of the pages of `tokens` up to `num_pages`, all of them full."""
-    first = len(keys)
-    if first >= num_pages:
-        return
-    data = struct.pack(f"{(num_pages - first) * page_size}i", *tokens[first * page_size : num_pages * page_size])
-    size = len(data) // (num_pages - first)
-    key = keys[-1] if keys else b""
-    for start in range(0, len(data), size):
-        key = hashlib.blake2b(key + data[start : start + size], digest_size=KEY_BYTES).digest()
-        keys.append(key)
+class Found(NamedTuple):
+    """What the cache has of the first pages of a request.
+
+    Attributes:
+        counts: how many of them are of use to a request of each rank.
+        copies: each of them, by place.
+        by_request: whether a place is a rank, else there is one.
+    """
+
+    counts: Sequence[int]
+    copies: Sequence[Mapping[int, CachedPage]]
+    by_request: bool
+
+    def pages(self, owner: int) -> list[CachedPage]:
+        """Those that are of use to a request of `owner`."""
+        place = owner if self.by_request else 0
+        return [there[place] for there in self.copies[: self.counts[owner]]]
 
 
 class PrefixCache(PagePool):
-    """The pages of a group in one layout, shared by content. Without `enter` nothing is ever shared."""
+    """The pages of a group in one layout, shared by content. Without `enter` or `fill` nothing is ever shared."""
 
     def __init__(
         self,
@@ -54,23 +62,41 @@ class PrefixCache(PagePool):
         border: int = 0,
     ) -> None:
         super().__init__(layout, slots, resident, withheld, border)
-        self._by_key: dict[bytes, dict[int, CachedPage]] = {}  # key -> place -> page
-        self._by_id: dict[tuple[int, int], CachedPage] = {}  # (id, place)
+        # Of the pages that have been entered; `_by_key` and `_by_id` are for whoever looks.
+        self._entered_by_key: dict[bytes, dict[int, CachedPage]] = {}
+        self._entered_by_id: dict[tuple[int, int], CachedPage] = {}
+        self._full: deque[Full] = deque()
         self._idle = IdlePages(self.ranks)
+        self._by_request = layout.kv is KV.REQUEST
         self._missed: set[tuple[bytes, int]] = set()  # (key, place) of pages for want of which idle ones are no chain
         self._clock = 0
         # Of the last releases, older ones worth less: how many, and for how many releases pages were idle until found.
         self._releases, self._waits = 0.0, 0.0
 
+    @property
+    def _by_key(self) -> dict[bytes, dict[int, CachedPage]]:
+        """The pages by key and place."""
+        if self._full:
+            self.enter_full()
+        return self._entered_by_key
+
+    @property
+    def _by_id(self) -> dict[tuple[int, int], CachedPage]:
+        """The pages by (id, place)."""
+        if self._full:
+            self.enter_full()
+        return self._entered_by_id
+
     # --- what requests do ---
 
-    def match(self, keys: Keys) -> list[list[CachedPage]]:
-        """For a request of each rank, the pages that it would find: as many of the first of `keys` as are there."""
-        num_places = self.ranks if self.layout.kv is KV.REQUEST else 1
+    def match(self, keys: Keys) -> Found:
+        """The pages that a request would find: as many of the first of `keys` as are there."""
+        num_places = self.ranks if self._by_request else 1
         counts, going_on = [0] * num_places, set(range(num_places))
         copies: list[dict[int, CachedPage]] = []
+        known = self._by_key
         for key in keys:
-            there = self._by_key.get(key)
+            there = known.get(key)
             if there is None:
                 break
             if len(there) < num_places:
@@ -82,15 +108,15 @@ class PrefixCache(PagePool):
             copies.append(there)
         for place in going_on:
             counts[place] = len(copies)
-        found = [[there[place] for there in copies[:count]] for place, count in enumerate(counts)]
-        return found if num_places == self.ranks else found * self.ranks
+        return Found(counts if self._by_request else counts * self.ranks, copies, self._by_request)
 
     def takes(self, owner: int, shared: Sequence[CachedPage], count: int) -> list[int]:
         """Free pages on each rank that a request of `owner` takes to have `count`, of which the first are `shared`."""
         takes = self._holders[owner].needs(len(shared), count - len(shared))
-        for page in [page for page in shared if not page.refs]:
-            for rank in page.ranks:
-                takes[rank] += 1
+        for page in shared:
+            if not page.refs:
+                for rank in page.ranks:
+                    takes[rank] += 1
         return takes
 
     def freed(self, held: HeldPages, given_up: Counter[CachedPage]) -> list[int]:
@@ -100,9 +126,9 @@ class PrefixCache(PagePool):
             held: the pages of the request.
             given_up: how many have given up each shared page before. Takes in those of this request.
         """
-        freed, place = [0] * self.ranks, self._place(held.owner)
+        freed, place, known = [0] * self.ranks, self._place(held.owner), self._by_id
         for number, id in enumerate(held.ids):
-            page = self._by_id.get((id, place))
+            page = known.get((id, place))
             if page is not None:
                 given_up[page] += 1
                 if given_up[page] < page.refs:
@@ -124,21 +150,45 @@ class PrefixCache(PagePool):
         held.ids += [page.id for page in pages]
         held.table.append_all([page.slots for page in pages])
 
+    def fill(self, pages: Iterable[Full]) -> None:
+        """Let others find pages of requests, now that they are full and written. They are entered later, in this order.
+
+        Their ids may change when they are, as those of copies are the same.
+        """
+        self._full.extend(pages)
+
+    def enter_full(self, most: int | None = None) -> None:
+        """Enter the pages that wait for it, of at most so many requests."""
+        full = self._full
+        for _ in range(len(full) if most is None else min(most, len(full))):
+            held, first, end, tokens, page_size, keys = full.popleft()
+            extend_keys(keys, tokens, page_size, end)
+            for number in range(first, end):
+                self._enter(held, number, keys)
+
     def enter(self, held: HeldPages, number: int, keys: Keys) -> None:
         """Let others find a page of a request, now that it is full and written. `keys` are those of its first pages.
 
         Where the same was computed twice at once, the later one stays private.
         """
-        key, place = keys[number], self._place(held.owner)
-        copies = self._by_key.get(key)
-        if copies:
-            if place in copies:
-                return
+        self.enter_full()
+        self._enter(held, number, keys)
+
+    def _enter(self, held: HeldPages, number: int, keys: Keys) -> None:
+        key, owner = keys[number], held.owner
+        place = owner if self._by_request else 0
+        copies = self._entered_by_key.get(key)
+        if copies is None:
+            self._entered_by_key[key] = copies = {}
+        elif place in copies:
+            return
+        else:
             held.ids[number] = next(iter(copies.values())).id  # which all of them have
-        slots = held.table.row(number)
-        parent = keys[number - 1] if number else b""
-        ranks = self._holders[held.owner].of(number)
-        self._add(CachedPage(key, parent, number, held.ids[number], place, slots, 1, 0, ranks))
+        id, parent = held.ids[number], keys[number - 1] if number else b""
+        page = CachedPage(key, parent, number, id, place, held.table.row(number), self._holders[owner].of(number), 1)
+        copies[place] = self._entered_by_id[id, place] = page
+        if self._missed:
+            self._no_longer_missed(page)
 
     # --- what the pool does, with idle pages counting as free ---
 
@@ -188,22 +238,23 @@ class PrefixCache(PagePool):
     def release(self, *given_up: HeldPages) -> None:
         """Let go of all pages of some requests, whose tables are empty afterwards. Those in the cache stay, the deepest
         of each request first to be evicted."""
-        if not self._by_id:
+        known = self._by_id
+        if not known:
             super().release(*given_up)
             return
         private: list[list[int]] = [[] for _ in range(self.ranks)]
         for held in given_up:
-            place, holders, number = self._place(held.owner), self._holders[held.owner], len(held)
-            for id, slots in zip(reversed(held.ids), reversed(held.table.rows(0, number)), strict=True):
-                page = self._by_id.get((id, place))
-                number -= 1
-                if page is None:
-                    for rank in holders.of(number):
-                        private[rank].append(slots[rank])
+            place, holders, ids = self._place(held.owner), self._holders[held.owner], held.ids
+            for number in range(len(ids) - 1, -1, -1):
+                page = known.get((ids[number], place))
+                if page is not None:
+                    page.refs -= 1
+                    if not page.refs:
+                        self._become_idle(page)
                     continue
-                page.refs -= 1
-                if not page.refs:
-                    self._become_idle(page)
+                slots = held.table.row(number)
+                for rank in holders.of(number):
+                    private[rank].append(slots[rank])
             held.clear()
         super().free(private)
 
@@ -238,12 +289,16 @@ class PrefixCache(PagePool):
             self._evict(page)
 
     def _place(self, owner: int) -> int:
-        return owner if self.layout.kv is KV.REQUEST else 0
+        return owner if self._by_request else 0
 
     def _add(self, page: CachedPage) -> None:
         self._by_key.setdefault(page.key, {})[page.place] = page
         self._by_id[page.id, page.place] = page
-        if self._missed and (page.key, page.place) in self._missed:
+        if self._missed:
+            self._no_longer_missed(page)
+
+    def _no_longer_missed(self, page: CachedPage) -> None:
+        if (page.key, page.place) in self._missed:
             self._missed.clear()
             self._idle.forget()
 
@@ -331,9 +386,7 @@ class PrefixCache(PagePool):
             place = chain.owner if target.kv is KV.REQUEST else 0
             for page, slots in zip(chain.pages, map(tuple, slots_cT.tolist()), strict=True):
                 if (page.key, place) not in pages:
-                    pages[page.key, place] = CachedPage(
-                        page.key, page.parent, page.number, page.id, place, slots, 0, page.released
-                    )
+                    pages[page.key, place] = page.copied(place, slots)
         return pages
 
     def survivors(
@@ -366,7 +419,7 @@ class PrefixCache(PagePool):
                 wanted = holders[place].of(page.number)
                 if all(page.slots[rank] != NO_SLOT and usable[rank][page.slots[rank]] for rank in wanted):
                     slots = tuple(slot if rank in wanted else NO_SLOT for rank, slot in enumerate(page.slots))
-                    kept.append(CachedPage(page.key, page.parent, page.number, page.id, place, slots, 0, page.released))
+                    kept.append(page.copied(place, slots))
                     there.add((page.key, place))
                     break
         return sorted(kept, key=lambda page: page.released)
@@ -389,8 +442,8 @@ class PrefixCache(PagePool):
         self._releases, self._waits = before._releases, before._waits
         heritage = heritage or Heritage(before, self.layout)
         for old, new, first in moved:
-            heritage.add(old.owner, new.owner, first, new.ids[first:], new.table.rows(first, len(new)))
-        self._by_key, self._by_id = heritage.by_key, heritage.by_id
+            heritage.add(old.owner, new.owner, new.ids[first:], new.table.rows(first, len(new)))
+        self._entered_by_key, self._entered_by_id = heritage.by_key, heritage.by_id
 
     def adopt(self, survivors: Sequence[CachedPage]) -> None:
         """Take in idle pages of another pool that lie in free slots of this one."""
@@ -407,62 +460,3 @@ class PrefixCache(PagePool):
                 slot != NO_SLOT and (page.key, rank, slot) not in known for rank, slot in enumerate(page.slots)
             )
         )
-
-
-class Heritage:
-    """What the pool of a target layout will know of pages that requests hold, taken over bit by bit.
-
-    A page of a running request is known from when it is full, and its content never changes. So what the pool that
-    serves knows of it can be taken over as soon as it is known where the page will lie.
-
-    Attributes:
-        by_key, by_id: the pages by key and place, and by (id, place).
-    """
-
-    def __init__(self, before: PrefixCache, target: Layout) -> None:
-        """Take over from `before` for a pool of the layout `target`."""
-        self._before = before
-        self._by_request = target.kv is KV.REQUEST
-        self.by_key: dict[bytes, dict[int, CachedPage]] = {}
-        self.by_id: dict[tuple[int, int], CachedPage] = {}
-
-    def add(
-        self, old_owner: int, owner: int, first: int, ids: Sequence[int], slots: Iterable[tuple[int, ...]]
-    ) -> list[int]:
-        """Take over pages of a request.
-
-        Args:
-            old_owner, owner: of the request, before and after.
-            first: the number of the first page.
-            ids: of the pages.
-            slots: of each page in the target, T each.
-
-        Returns:
-            the ids of those that are known.
-        """
-        known_of = self._before._by_id
-        if not known_of:
-            return []
-        old_place, place, known = self._before._place(old_owner), owner if self._by_request else 0, []
-        for number, (id, own) in enumerate(zip(ids, slots, strict=True), first):
-            old = known_of.get((id, old_place))
-            if old is None:
-                continue
-            page = self.by_id.get((id, place))
-            if page is None:
-                page = self.by_id[id, place] = CachedPage(old.key, old.parent, number, id, place, own)
-                self.by_key.setdefault(old.key, {})[place] = page
-            page.refs += 1
-            known.append(id)
-        return known
-
-    def remove(self, owner: int, known: Iterable[int]) -> None:
-        """Forget what `add` has taken over for a request that will not hold it in the target."""
-        place = owner if self._by_request else 0
-        for id in known:
-            page = self.by_id[id, place]
-            page.refs -= 1
-            if not page.refs:
-                del self.by_id[id, place], self.by_key[page.key][place]
-                if not self.by_key[page.key]:
-                    del self.by_key[page.key]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from splash.core.step import Query, StepOutput, StepPlan
 from splash.scheduler.chunks import Batch
-from splash.scheduler.prefix_cache import PrefixCache, extend_keys
+from splash.scheduler.prefix_cache import PrefixCache
 from splash.scheduler.request import Progress, Request
 
 Filling = tuple[Request, int, int]  # fills pages first .. end - 1
@@ -67,8 +68,8 @@ class Rows:
         queries: by owner.
         sampled: by owner, the requests that get a token, in the same order.
         filling: who fills which pages.
-        turning: the requests whose next step is not one row in a page that they have: they have more tokens left, or
-            begin a page.
+        turning: in order of service, the requests whose next step is not one row in a page that they have: they have
+            more tokens left, or begin a page.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -126,13 +127,17 @@ def make_rows(running: Sequence[Request], batch: Batch, ranks: int, page_size: i
                 sampled[held.owner].append(request)
             request.num_computed = end
             filling.append((request, start // page_size, end // page_size))
+    if batch.chunks:  # else they are in order already
+        turning.sort(key=attrgetter("order"))
     return made
 
 
 def enter_pages(cache: PrefixCache, filling: list[Filling], page_size: int) -> None:
     """Let the cache know the pages that a step has filled."""
-    for request, first, end in filling:
-        if request.live and request.held is not None:
-            extend_keys(request.keys, request.tokens, page_size, end)
-            for page in range(first, end):
-                cache.enter(request.held, page, request.keys)
+    cache.fill(
+        [
+            (request.held, first, end, request.tokens, page_size, request.keys)
+            for request, first, end in filling
+            if request.live and request.held is not None
+        ]
+    )

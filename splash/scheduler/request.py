@@ -11,7 +11,8 @@ from splash.core.pages import HeldPages
 from splash.core.request import SamplingParams, TokenLogprob
 from splash.core.step import NewRequest
 from splash.scheduler.config import SchedulerConfig
-from splash.scheduler.prefix_cache import Keys, PrefixCache
+from splash.scheduler.page_keys import Keys
+from splash.scheduler.prefix_cache import PrefixCache
 
 Order = tuple[int, int]  # priority, arrival
 

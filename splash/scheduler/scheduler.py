@@ -35,7 +35,8 @@ from splash.core.step import PENDING_TOKEN, NewRequest, StepOutput, StepPlan
 from splash.scheduler.admission import Admission, Place, check_capacity, check_request, is_stuck
 from splash.scheduler.chunks import Batch, Prompt
 from splash.scheduler.config import SchedulerConfig
-from splash.scheduler.prefix_cache import Keys, PrefixCache, extend_keys
+from splash.scheduler.page_keys import Keys, extend_keys
+from splash.scheduler.prefix_cache import PrefixCache
 from splash.scheduler.queries import PlannedStep, Rows, enter_pages, make_rows
 from splash.scheduler.queue import WaitingQueue
 from splash.scheduler.request import Progress, Rebase, Request
@@ -200,6 +201,7 @@ class Scheduler:
         step.is_foreseen = True
         if self.config.prefix_cache:
             enter_pages(self.pool, step.filling, self.config.page_size)
+            self.pool.enter_full(2 * len(step.plan.queries) // self.config.page_size + 1)  # twice what is usual
         retired, self._aborted_in_flight = self._aborted_in_flight, []
         tokens_T = self._tokens
         for request in step.sampled:
@@ -362,7 +364,7 @@ class Scheduler:
         page_size = self.config.page_size
         chunks: list[Prompt] = []
         growing: list[HeldPages] = []
-        for request in self._running if self._turning is None else sorted(self._turning, key=_by_order):
+        for request in self._running if self._turning is None else self._turning:
             start, held = request.num_computed, request.held
             if held is None:
                 continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,7 +16,8 @@ from splash.core.step import StepOutput
 from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.idle_pages import CachedPage
 from splash.scheduler.owners import owners_with_room
-from splash.scheduler.prefix_cache import PrefixCache, extend_keys
+from splash.scheduler.page_keys import extend_keys
+from splash.scheduler.prefix_cache import Found, PrefixCache
 from splash.scheduler.scheduler import Scheduler
 
 SIZE = 4
@@ -60,10 +63,11 @@ def test_what_a_request_leaves_is_found_again_and_counts_as_free(layout: Layout)
     pool.release(held)
     assert pool.num_free == pool.num_total
     found = pool.match(keys_of([*tokens[:8], 99, 99, 99, 99]))
-    assert [page.slots for page in found[1]] == list(rows[:2])
-    assert len(found[0]) == (0 if layout is DP or layout.name == "dop" else 2)
+    assert [page.slots for page in found.pages(1)] == list(rows[:2])
+    assert (found.counts[1], len(found.pages(1))) == (2, 2)
+    assert found.counts[0] == len(found.pages(0)) == (0 if layout is DP or layout.name == "dop" else 2)
     again = HeldPages(1, 2)
-    pool.share(again, found[1])
+    pool.share(again, found.pages(1))
     assert again.table.rows(0, 2) == rows[:2]
     assert pool.num_free != pool.num_total
     pool.release(again)
@@ -74,7 +78,7 @@ def test_the_same_computed_twice_stays_private_the_second_time() -> None:
     pool, tokens = pool_of(TP), list(range(8))
     first, second = write(pool, 0, tokens), write(pool, 1, tokens)
     assert pool.num_free == [4, 4]
-    assert [page.slots for page in pool.match(keys_of(tokens))[0]] == list(first.table.rows(0, 2))
+    assert [page.slots for page in pool.match(keys_of(tokens)).pages(0)] == list(first.table.rows(0, 2))
     pool.release(second)
     assert (pool.num_free, [len(own) for own in pool.idle_slots()]) == ([6, 6], [0, 0])
     pool.release(first)
@@ -85,7 +89,60 @@ def test_copies_on_two_ranks_are_two_pages_of_one_number() -> None:
     pool, tokens = pool_of(DP), list(range(8))
     first, second = write(pool, 0, tokens), write(pool, 1, tokens)
     assert first.ids == second.ids
-    assert [len(pages) for pages in pool.match(keys_of(tokens))] == [2, 2]
+    assert pool.match(keys_of(tokens)).counts == [2, 2]
+
+
+@dataclass
+class Twins:
+    """A request in each of two pools: its tokens, its pages, how many are written, and its keys in the second pool."""
+
+    tokens: list[int]
+    held: list[HeldPages]
+    written: int
+    keys: list[bytes] = field(default_factory=list)
+
+
+@given(layout=st.sampled_from(sorted(LAYOUTS)).map(LAYOUTS.__getitem__), slots=st.integers(4, 10), data=st.data())
+def test_pages_that_are_entered_later_are_as_if_they_had_been_at_once(
+    layout: Layout, slots: int, data: st.DataObject
+) -> None:
+    pools = [pool_of(layout, slots), pool_of(layout, slots)]
+    requests: list[Twins] = []
+    prompts = st.lists(st.sampled_from([7, 8]), min_size=1, max_size=3)
+    for _ in range(data.draw(st.integers(1, 30), label="calls")):
+        match data.draw(st.sampled_from(["new", "write", "write", "write", "later", "end"]), label="call"):
+            case "new":
+                tokens = [token for token in data.draw(prompts, label="prompt") for _ in range(SIZE)]
+                owner = data.draw(st.integers(0, 1), label="owner")
+                keys = keys_of(tokens)
+                held = [HeldPages(owner, 2), HeldPages(owner, 2)]
+                found = [pool.match(keys).pages(owner) for pool in pools]
+                assert [page.slots for page in found[0]] == [page.slots for page in found[1]]
+                if any(pools[0].takes(owner, found[0], len(keys))[rank] > pools[0].num_free[rank] for rank in (0, 1)):
+                    continue
+                for pool, own, shared in zip(pools, held, found, strict=True):
+                    pool.share(own, shared)
+                    assert pool.grow(own, len(keys) - len(shared))
+                requests.append(Twins(tokens, held, len(found[0])))
+            case "write" if requests:
+                twins = data.draw(st.sampled_from(requests), label="request")
+                number = twins.written
+                if number < len(twins.held[0]):
+                    pools[0].enter(twins.held[0], number, keys_of(twins.tokens))
+                    pools[1].fill([(twins.held[1], number, number + 1, twins.tokens, SIZE, twins.keys)])
+                    twins.written += 1
+            case "later":
+                pools[1].enter_full(data.draw(st.integers(0, 3), label="at most"))
+            case "end" if requests:
+                twins = requests.pop(data.draw(st.integers(0, len(requests) - 1), label="request"))
+                for pool, own in zip(pools, twins.held, strict=True):
+                    pool.release(own)
+        assert pools[0].num_free == pools[1].num_free and pools[0].num_idle == pools[1].num_idle
+        assert [own.tolist() for own in pools[0].idle_slots()] == [own.tolist() for own in pools[1].idle_slots()]
+    pools[1].enter_full()
+    for first, second in [twins.held for twins in requests]:
+        assert first.ids == second.ids and first.table.rows(0, 3) == second.table.rows(0, 3)
+    assert pools[0]._by_id.keys() == pools[1]._by_id.keys()
 
 
 def test_the_longest_unused_goes_first_and_the_end_before_the_beginning() -> None:
@@ -96,7 +153,7 @@ def test_the_longest_unused_goes_first_and_the_end_before_the_beginning() -> Non
     one = HeldPages(0, 1)
     for left in ((2, 3), (1, 3), (0, 3), (0, 2), (0, 1), (0, 0)):
         assert pool.grow(one, 1)
-        assert tuple(len(pool.match(keys_of(tokens))[0]) for tokens in (old, new)) == left
+        assert tuple(pool.match(keys_of(tokens)).counts[0] for tokens in (old, new)) == left
     assert not pool.grow(one, 1)
 
 
@@ -125,7 +182,7 @@ def test_growing_many_evicts_as_much_as_they_need() -> None:
 def test_what_is_shared_is_no_room_for_the_rest() -> None:
     pool = pool_of(TP, slots=4, ranks=1)
     pool.release(write(pool, 0, list(range(12))))
-    (found,) = pool.match(keys_of(list(range(12))))
+    found = pool.match(keys_of(list(range(12)))).pages(0)
     assert pool.num_free == [4]
     assert pool.takes(0, found, 4) == [4] and pool.takes(0, found, 5) == [5]
     assert pool.takes(0, (), 4) == [4]
@@ -133,9 +190,9 @@ def test_what_is_shared_is_no_room_for_the_rest() -> None:
 
 def test_an_owner_is_chosen_by_load_less_what_it_has_cached() -> None:
     pool = pool_of(DP, slots=16)
-    page = CachedPage(b"", b"", 0, 0, 1, (-1, 0), refs=1)
-    assert next(owners_with_room(pool, [10, 20], 3, 3, [[], [page]], page_size=4))[0] == 0
-    assert next(owners_with_room(pool, [10, 20], 4, 4, [[], [page] * 3], page_size=4))[0] == 1
+    page = CachedPage(b"", b"", 0, 0, 1, (-1, 0), (1,), refs=1)
+    assert next(owners_with_room(pool, [10, 20], 3, 3, Found([0, 1], [{1: page}], True), page_size=4))[0] == 0
+    assert next(owners_with_room(pool, [10, 20], 4, 4, Found([0, 3], [{1: page}] * 3, True), page_size=4))[0] == 1
 
 
 def test_a_page_is_found_once_its_step_is_over_and_the_last_token_is_computed_again() -> None:

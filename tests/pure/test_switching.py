@@ -14,9 +14,10 @@ from splash.core.errors import RequestError
 from splash.core.layout import DOP, KV, LAYOUTS, TP, Layout
 from splash.core.pages import HeldPages, PagePool
 from splash.core.step import NO_SLOT, StepPlan
+from splash.scheduler.heritage import Heritage
 from splash.scheduler.idle_pages import CachedPage
 from splash.scheduler.owners import balance_owners
-from splash.scheduler.prefix_cache import Heritage, PrefixCache
+from splash.scheduler.prefix_cache import PrefixCache
 from splash.scheduler.request import Rebase
 from splash.scheduler.scheduler import Scheduler
 from tests.pure.test_scheduler import VOCABULARY, FakeGroup, check_cache, drain, greedy, make
@@ -42,7 +43,7 @@ def target_state(
             if (page, place) not in known:
                 one = HeldPages(owner, pool.ranks)
                 pool.share(
-                    one, [CachedPage(b"", b"", at, -1, place, (NO_SLOT,) * pool.ranks, 1) for at in range(number)]
+                    one, [CachedPage(b"", b"", at, -1, place, (NO_SLOT,) * pool.ranks, (), 1) for at in range(number)]
                 )
                 if not pool.grow(one, 1):
                     return None
@@ -56,7 +57,7 @@ def target_state(
         assert request.held is not None
         old, new = request.held, held[request.id]
         first = rng.randint(0, len(new))
-        known = heritage.add(old.owner, new.owner, 0, new.ids[:first], new.table.rows(0, first))
+        known = heritage.add(old.owner, new.owner, new.ids[:first], new.table.rows(0, first))
         if rng.random() < 0.3:
             heritage.remove(new.owner, known)
             first = 0
