@@ -5,9 +5,10 @@
 The aim is 1 ms: a step of a fast GPU lasts a few, and it waits while the next one is planned. Cases: steady decode with
 requests spread over their pages (1 in 64 begins a page); one request in 256, and one in 32, has ended and as many are
 admitted; a long prompt, or one of each owner, goes on in chunks while others as long wait, 32 in all; every request
-fills a page in the same step, and begins the next one in the step after. Each without and with the prefix cache. The
-ceiling builds the queries of the same plan and the progress of the same output from values at hand, and does nothing
-else. Times are those of the processor, as nothing in it waits.
+fills a page in the same step, and begins the next one in the step after; and the same with one more admitted then.
+Each without and with the prefix cache, which enters pages that have been filled over some steps, but all of them before
+a request is admitted. The ceiling builds the queries of the same plan and the progress of the same output from values
+at hand, and does nothing else. Times are those of the processor, as nothing in it waits.
 """
 
 from __future__ import annotations
@@ -112,6 +113,16 @@ def decoding(bench: Bench, spread: bool) -> Iterator[Step]:
         yield bench.step()
 
 
+def joining(bench: Bench) -> Iterator[Step]:
+    """Steps of requests that fill their pages at the same step, after which one more comes, for one token."""
+    for _ in range(bench.count - 1):
+        bench.add(SHARED + PAGE)
+    while True:
+        yield bench.step()
+        if bench.scheduler.running[0].num_computed % PAGE == 0:
+            bench.add(SHARED + PAGE, max_tokens=1)
+
+
 def admitting(bench: Bench, lifetime: int) -> Iterator[Step]:
     """Steps in which one request in `lifetime` ends, and the next admits as many, with prompts of 640 tokens."""
     for number in range(bench.count):
@@ -164,6 +175,7 @@ def main() -> None:
             return Bench(args.requests, args.ranks, args.layout, prefix_cache, max_batched_tokens)
 
         aligned = timed(decoding(bench(1 << 20), spread=False), 16 * PAGE)
+        joined = timed(joining(bench(1 << 20)), 16 * PAGE)[1:]
         steady = timed(decoding(bench(), spread=True), STEPS)
         few = timed(admitting(bench(1 << 20), 256), STEPS)[STEPS // 4 :]
         many = timed(admitting(bench(1 << 20), 32), STEPS)[STEPS // 4 :]
@@ -176,6 +188,7 @@ def main() -> None:
             ("a long prompt in chunks", chunks),
             ("every request fills a page", [aligned[at - 1] for at in turns]),
             ("every request begins a page", [aligned[at] for at in turns]),
+            ("the same, and one is admitted", [step for step in joined if step.new_requests]),
         ):
             ms = [step.seconds * 1e3 for step in steps]
             floor = statistics.median(step.ceiling for step in steps) * 1e3
