@@ -6,9 +6,9 @@ The aim is 1 ms: a step of a fast GPU lasts a few, and it waits while the next o
 requests spread over their pages (1 in 64 begins a page); one request in 256, and one in 32, has ended and as many are
 admitted; a long prompt, or one of each owner, goes on in chunks while others as long wait, 32 in all; every request
 fills a page in the same step, and begins the next one in the step after; and the same with one more admitted then.
-Each without and with the prefix cache, which enters pages that have been filled over some steps, but all of them before
-a request is admitted. The ceiling builds the queries of the same plan and the progress of the same output from values
-at hand, and does nothing else. Times are those of the processor, as nothing in it waits.
+Each without and with the prefix cache, which enters pages that have been filled over some steps. The ceiling builds the
+queries of the same plan and the progress of the same output from values at hand, and does nothing else. Times are those
+of the processor, as nothing in it waits.
 """
 
 from __future__ import annotations

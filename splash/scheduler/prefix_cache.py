@@ -1,9 +1,12 @@
 """PrefixCache: a page pool in which requests that begin alike share pages, and what they leave behind is found again.
 
 A page is known by what it holds, its key. It is entered once it is full and the step that filled it is over, so nobody
-sees it before it is written, and nobody writes to it afterwards. To work out its key and enter it takes a few
-microseconds, and many requests may fill a page in one step; so pages queue up to be entered, and are before anybody
-looks. A page that no request holds any more is *idle*: it counts as free, and is evicted when its slot is needed.
+sees it before it is written, and nobody writes to it afterwards. A page that no request holds any more is *idle*: it
+counts as free, and is evicted when its slot is needed.
+
+To work out a key and enter a page takes a few microseconds, and many requests may fill a page in one step. So pages
+queue up to be entered, by the key of the page before. Whoever could tell enters those first that it could find, or that
+would find another in their place: so all is as if they had been entered at once.
 
 Where the layout keeps pages by request, a page is of use on the rank of its owner only: this is its *place*, and a
 rank may have a copy of what another has. Everywhere else there is one place, 0.
@@ -11,8 +14,9 @@ rank may have a copy of what another has. Everywhere else there is one place, 0.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -27,8 +31,8 @@ from splash.scheduler.page_keys import Keys, extend_keys
 KEEP = 1 - 2.0**-14  # what a release is worth after the next
 MOST_TAKEN_ALONG = 1 << 13  # idle pages that a switch moves: to plan more would take longer than a step
 
-# Full pages that are yet to be entered: first .. end - 1 of a request, its tokens and the page size, its keys so far.
-Full = tuple[HeldPages, int, int, list[int], int, list[bytes]]
+# A full page that is yet to be entered: the request's pages, its number, all tokens, the page size, the keys so far.
+Full = tuple[HeldPages, int, list[int], int, list[bytes]]
 
 
 class Found(NamedTuple):
@@ -62,10 +66,11 @@ class PrefixCache(PagePool):
         border: int = 0,
     ) -> None:
         super().__init__(layout, slots, resident, withheld, border)
-        # Of the pages that have been entered; `_by_key` and `_by_id` are for whoever looks.
+        # Of the pages that have been entered. `_by_key` and `_by_id` are for those who look for any page.
         self._entered_by_key: dict[bytes, dict[int, CachedPage]] = {}
         self._entered_by_id: dict[tuple[int, int], CachedPage] = {}
-        self._full: deque[Full] = deque()
+        self._full: dict[bytes, list[Full]] = {}  # by the key of the page before, which is empty for the first
+        self._parents: dict[HeldPages, bytes] = {}  # that key, of requests with such a page; they have one at most
         self._idle = IdlePages(self.ranks)
         self._by_request = layout.kv is KV.REQUEST
         self._missed: set[tuple[bytes, int]] = set()  # (key, place) of pages for want of which idle ones are no chain
@@ -76,15 +81,13 @@ class PrefixCache(PagePool):
     @property
     def _by_key(self) -> dict[bytes, dict[int, CachedPage]]:
         """The pages by key and place."""
-        if self._full:
-            self.enter_full()
+        self.enter_full()
         return self._entered_by_key
 
     @property
     def _by_id(self) -> dict[tuple[int, int], CachedPage]:
         """The pages by (id, place)."""
-        if self._full:
-            self.enter_full()
+        self.enter_full()
         return self._entered_by_id
 
     # --- what requests do ---
@@ -94,9 +97,12 @@ class PrefixCache(PagePool):
         num_places = self.ranks if self._by_request else 1
         counts, going_on = [0] * num_places, set(range(num_places))
         copies: list[dict[int, CachedPage]] = []
-        known = self._by_key
+        before = b""
         for key in keys:
-            there = known.get(key)
+            if before in self._full:
+                self._enter_after(before)
+            before = key
+            there = self._entered_by_key.get(key)
             if there is None:
                 break
             if len(there) < num_places:
@@ -126,9 +132,11 @@ class PrefixCache(PagePool):
             held: the pages of the request.
             given_up: how many have given up each shared page before. Takes in those of this request.
         """
-        freed, place, known = [0] * self.ranks, self._place(held.owner), self._by_id
+        if held in self._parents:
+            self._enter_after(self._parents[held])
+        freed, place = [0] * self.ranks, self._place(held.owner)
         for number, id in enumerate(held.ids):
-            page = known.get((id, place))
+            page = self._entered_by_id.get((id, place))
             if page is not None:
                 given_up[page] += 1
                 if given_up[page] < page.refs:
@@ -150,29 +158,41 @@ class PrefixCache(PagePool):
         held.ids += [page.id for page in pages]
         held.table.append_all([page.slots for page in pages])
 
-    def fill(self, pages: Iterable[Full]) -> None:
-        """Let others find pages of requests, now that they are full and written. They are entered later, in this order.
+    def fill(self, held: HeldPages, number: int, tokens: list[int], page_size: int, keys: list[bytes]) -> None:
+        """Let others find a page of a request, now that it is full and written, whose key is not known yet.
 
-        Their ids may change when they are, as those of copies are the same.
+        It is entered later, and its id may change then, as those of copies are the same.
         """
-        self._full.extend(pages)
+        if held in self._parents:
+            self._enter_after(self._parents[held])
+        if len(keys) < number:
+            extend_keys(keys, tokens, page_size, number)
+        parent = self._parents[held] = keys[number - 1] if number else b""
+        alike = self._full.get(parent)
+        if alike is None:
+            self._full[parent] = alike = []
+        alike.append((held, number, tokens, page_size, keys))
 
     def enter_full(self, most: int | None = None) -> None:
-        """Enter the pages that wait for it, of at most so many requests."""
-        full = self._full
-        for _ in range(len(full) if most is None else min(most, len(full))):
-            held, first, end, tokens, page_size, keys = full.popleft()
-            extend_keys(keys, tokens, page_size, end)
-            for number in range(first, end):
-                self._enter(held, number, keys)
+        """Enter the pages of `fill`, those after `most` different pages or all."""
+        for parent in list(islice(self._full, most)):
+            self._enter_after(parent)
 
     def enter(self, held: HeldPages, number: int, keys: Keys) -> None:
         """Let others find a page of a request, now that it is full and written. `keys` are those of its first pages.
 
         Where the same was computed twice at once, the later one stays private.
         """
-        self.enter_full()
+        if self._full:
+            self._enter_after(keys[number - 1] if number else b"")
         self._enter(held, number, keys)
+
+    def _enter_after(self, parent: bytes) -> None:
+        """Enter the full pages after the page of a key, in the order in which they were filled."""
+        for held, number, tokens, page_size, keys in self._full.pop(parent, ()):
+            del self._parents[held]
+            extend_keys(keys, tokens, page_size, number + 1)
+            self._enter(held, number, keys)
 
     def _enter(self, held: HeldPages, number: int, keys: Keys) -> None:
         key, owner = keys[number], held.owner
@@ -238,7 +258,10 @@ class PrefixCache(PagePool):
     def release(self, *given_up: HeldPages) -> None:
         """Let go of all pages of some requests, whose tables are empty afterwards. Those in the cache stay, the deepest
         of each request first to be evicted."""
-        known = self._by_id
+        for held in given_up:
+            if held in self._parents:
+                self._enter_after(self._parents[held])
+        known = self._entered_by_id
         if not known:
             super().release(*given_up)
             return
@@ -314,11 +337,12 @@ class PrefixCache(PagePool):
         self._evict(self._idle.first(0 if self.layout.kv is KV.REPLICATED else rank))
 
     def _evict(self, page: CachedPage) -> None:
+        self._enter_after(page.parent)
         self._idle.remove(page)
-        copies = self._by_key[page.key]
-        del copies[page.place], self._by_id[page.id, page.place]
+        copies = self._entered_by_key[page.key]
+        del copies[page.place], self._entered_by_id[page.id, page.place]
         if not copies:
-            del self._by_key[page.key]
+            del self._entered_by_key[page.key]
         super().free([[slot] if slot != NO_SLOT else [] for slot in page.slots])
 
     # --- switches ---
@@ -331,6 +355,7 @@ class PrefixCache(PagePool):
             room: by rank, slots that they may fill, before and after the switch together.
             most: pages in all, at most.
         """
+        self.enter_full()
         left, num, chains = list(room), 0, []
         for chain in self._idle.chains(target, lambda: self._work_out(target)):
             num += chain.num_more

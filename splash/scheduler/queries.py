@@ -8,6 +8,7 @@ from operator import attrgetter
 
 from splash.core.step import Query, StepOutput, StepPlan
 from splash.scheduler.chunks import Batch
+from splash.scheduler.page_keys import extend_keys
 from splash.scheduler.prefix_cache import PrefixCache
 from splash.scheduler.request import Progress, Request
 
@@ -134,10 +135,13 @@ def make_rows(running: Sequence[Request], batch: Batch, ranks: int, page_size: i
 
 def enter_pages(cache: PrefixCache, filling: list[Filling], page_size: int) -> None:
     """Let the cache know the pages that a step has filled."""
-    cache.fill(
-        [
-            (request.held, first, end, request.tokens, page_size, request.keys)
-            for request, first, end in filling
-            if request.live and request.held is not None
-        ]
-    )
+    for request, first, end in filling:
+        held, keys = request.held, request.keys
+        if not request.live or held is None:
+            continue
+        if end == first + 1 and end > len(keys):
+            cache.fill(held, first, request.tokens, page_size, keys)
+        else:
+            extend_keys(keys, request.tokens, page_size, end)
+            for page in range(first, end):
+                cache.enter(held, page, keys)

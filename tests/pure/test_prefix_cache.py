@@ -129,7 +129,7 @@ def test_pages_that_are_entered_later_are_as_if_they_had_been_at_once(
                 number = twins.written
                 if number < len(twins.held[0]):
                     pools[0].enter(twins.held[0], number, keys_of(twins.tokens))
-                    pools[1].fill([(twins.held[1], number, number + 1, twins.tokens, SIZE, twins.keys)])
+                    pools[1].fill(twins.held[1], number, twins.tokens, SIZE, twins.keys)
                     twins.written += 1
             case "later":
                 pools[1].enter_full(data.draw(st.integers(0, 3), label="at most"))
