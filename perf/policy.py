@@ -1,4 +1,4 @@
-"""Adaptive serving against each fixed layout: the same requests through real engines, taking turns in one run.
+"""Adaptive serving against each fixed layout: the same requests through real engines, side by side in one run.
 
     python -m perf.policy --out perf/results/cpu-policy.json
     python -m perf.policy --workloads rl_rollout,agentic --repeats 3 --policy threshold
@@ -6,9 +6,12 @@
         load_format=dummy dtype=bfloat16 ranks=2 kv_cache_gib=16 max_batched_tokens=4096
 
 Options without dashes are those of `python -m splash.serve`. The workloads are those of conf/workload in the size of
-the model that ships with SPLASH; `--load` multiplies how many requests come. A turn is one engine, in one layout or
-with a policy that starts from the first layout, that serves a whole workload; every round begins with another. Layouts
-are compared by the tokens a second of the whole turn, prompts included; figures are medians over the rounds.
+the model that ships with SPLASH; `--load` multiplies how many requests come. A contender is an engine in one layout, or
+with a policy that starts from the first layout. In a round all of them serve the whole workload, in slices of `--slice`
+seconds, each by a clock of its own (`perf.slices`): a machine that others share as well is slower now and faster then
+by more than layouts differ. `--slice 0` lets one after another serve all of it, where memory does not suffice for all.
+They are compared by the tokens a second of the whole workload, prompts included. Figures are medians over the rounds,
+and ratios medians of the rounds' ratios.
 
 The ceiling beside them is a clairvoyant that never pays for a switch: every stretch of the work, by tokens served, in
 the time of the fixed layout that was fastest over it. The requests do not say how long their answers will be: they may
@@ -26,25 +29,25 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import math
 import statistics
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from perf.common import busy_cores, report
+from perf.slices import Clock, Contender, Turn, take_turns
 from splash.calibrate import calibrate, read_settings
 from splash.core.errors import ConfigError, SplashError
 from splash.core.hardware import load_calibration, with_figures
 from splash.core.layout import LAYOUTS, check_layout, parse_layout
-from splash.core.request import SamplingParams
 from splash.core.spec import ModelSpec
 from splash.engine.config import EngineConfig
 from splash.engine.engine import Engine
-from splash.engine.outputs import GenerationRequest
 from splash.engine.simulated import SimulationConfig, simulate
 from splash.machine import describe
 from splash.model.config import ModelConfig, load_model_config, parse_model_config
@@ -52,10 +55,10 @@ from splash.platform.registry import detect, require
 from splash.scheduler.policy import KINDS, PolicyConfig
 from splash.serve import read_options
 from splash.sweep.served import clairvoyant_s
-from splash.workload import Feed, Requests, load
+from splash.workload import Requests, load
 
 BUSY = 0.2  # cores that other processes may use before the figures are worth nothing
-STRETCHES = 100  # of the work, for the ceiling
+STRETCHES = 20  # of the work, for the ceiling; of many short ones, the fastest would be fast by chance
 ENGINE = ("kv_cache_gib=1", "max_batched_tokens=1024")  # unless the command line says otherwise
 WARM_UP = ("workload.num_requests=8", "workload.input=256", "workload.output=24", "workload.concurrency=8")
 
@@ -138,72 +141,6 @@ WORKLOADS = {
 COMPARED = ("rl_rollout", "agentic", "phases")
 
 
-@dataclass
-class Turn:
-    """One contender through one workload.
-
-    Attributes:
-        seconds: from the first arrival to the last token.
-        served: (seconds, tokens of prompts and outputs served until then) after each step that brought any.
-        latency_s: of each request, from its arrival to its last token.
-        switches: layouts that were switched to, and when.
-        layout_s: seconds in each layout.
-    """
-
-    seconds: float = 0.0
-    served: list[tuple[float, int]] = field(default_factory=list)
-    latency_s: list[float] = field(default_factory=list)
-    switches: list[tuple[float, str]] = field(default_factory=list)
-    layout_s: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.served[-1][1] / self.seconds
-
-
-def serve(engine: Engine, requests: Requests, most_output: int) -> Turn:
-    """Serve a workload in real time."""
-    turn, feed, vocab = Turn(), Feed(requests), engine.model_config.spec.vocab_size
-    prompts = [tuple(requests.tokens(index, vocab).tolist()) for index in range(len(requests))]
-    due: dict[str, float] = {}
-    tokens = 0
-    layout, since = engine.layout, 0.0
-    start = time.perf_counter()
-    while not feed.exhausted or due:
-        now = time.perf_counter() - start
-        for index, due_s in feed.take(now):
-            most = min(most_output, engine.max_model_len - len(prompts[index]))
-            params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
-            engine.add_request(GenerationRequest(str(index), prompts[index], params))
-            due[str(index)] = due_s
-        if not engine.has_work:
-            time.sleep(max(0.0, feed.next_time() - (time.perf_counter() - start)))
-            continue
-        outputs = engine.step()
-        now = time.perf_counter() - start
-        if engine.layout != layout:
-            turn.layout_s[layout] = turn.layout_s.get(layout, 0.0) + now - since
-            layout, since = engine.layout, now
-            turn.switches.append((round(now, 2), layout))
-        for output in outputs:
-            if output.finish_reason == "abort":
-                continue
-            tokens += len(output.tokens) + (output.num_prompt_tokens if output.num_output_tokens == 1 else 0)
-            if output.num_output_tokens == requests.output_len[int(output.id)]:
-                if output.finish_reason is None:
-                    engine.abort(output.id)
-                    engine.loop.steering.finished(output.num_output_tokens)  # for the policy it ended by itself
-                turn.latency_s.append(now - due.pop(output.id))
-                feed.finish(int(output.id), now)
-        if outputs:
-            turn.served.append((now, tokens))
-    turn.seconds = time.perf_counter() - start
-    turn.layout_s[layout] = turn.layout_s.get(layout, 0.0) + turn.seconds - since
-    while engine.has_work:
-        engine.step()
-    return turn
-
-
 def simulate_turn(config: EngineConfig, layout: str, policy: PolicyConfig, requests: Requests, spec: ModelSpec) -> Turn:
     """The same on a virtual clock; what is served counts when its request ends."""
     assert config.description is not None and config.ranks is not None
@@ -255,17 +192,22 @@ def contenders(ranks: int, num_heads: int, policy: str) -> dict[str, tuple[str, 
     return chosen
 
 
-def take_turn(config: EngineConfig, layout: str, policy: PolicyConfig, requests: Requests) -> Turn:
-    """One engine, warmed up, through one workload. What it warms up with is not what it is to expect."""
-    engine = Engine(dataclasses.replace(config, layout=layout, policy=policy))
+def take_round(args: argparse.Namespace, names: list[str], requests: Requests) -> list[Turn]:
+    """Engines of those names, once they are warm, through one workload. No policy is asked while they warm up."""
+    contenders: list[Contender] = []
     try:
-        warm_up = load("fixed", WARM_UP).requests()
-        engine.loop.steering.pin()
-        serve(engine, warm_up, int(warm_up.output_len.max()))
-        engine.loop.steering.release()
-        return serve(engine, requests, int(requests.output_len.max()))
+        for name in names:
+            layout, policy = args.contenders[name]
+            clock = Clock()
+            engine = Engine(dataclasses.replace(args.config, layout=layout, policy=policy), clock=clock)
+            contenders.append(Contender(engine, clock))
+            engine.loop.steering.pin()
+            take_turns(contenders[-1:], load("fixed", WARM_UP).requests(), math.inf)
+            engine.loop.steering.release()
+        return take_turns(contenders, requests, args.slice or math.inf)
     finally:
-        engine.close()
+        for contender in contenders:
+            contender.engine.close()
 
 
 def in_turn(names: list[str], number: int, rounds: int) -> list[str]:
@@ -279,40 +221,48 @@ def compare(args: argparse.Namespace, name: str, busy: list[float]) -> dict[str,
     requests = WORKLOADS[name].requests(name, args.load)
     turns: dict[str, list[Turn]] = {}
     for number in range(args.repeats):
-        for who in in_turn(list(args.contenders), number, args.repeats):
-            layout, policy = args.contenders[who]
+        names = in_turn(list(args.contenders), number, args.repeats)
+        for together in [names] if args.slice else [[name] for name in names]:
             busy.append(busy_cores())
             if args.simulate:
-                turn = simulate_turn(args.config, layout, policy, requests, args.spec)
+                taken = [simulate_turn(args.config, *args.contenders[who], requests, args.spec) for who in together]
             else:
-                turn = take_turn(args.config, layout, policy, requests)
-            turns.setdefault(who, []).append(turn)
-            print(
-                f"{name} round {number + 1}: {who:8} {turn.tokens_per_s:7.0f} tok/s in {turn.seconds:5.1f} s "
-                f"{' '.join(f'{layout}@{at:.1f}' for at, layout in turn.switches)}",
-                file=sys.stderr,
-                flush=True,
-            )
-    rate = {who: statistics.median(turn.tokens_per_s for turn in of_one) for who, of_one in turns.items()}
-    fixed = {who: value for who, value in rate.items() if who != "adaptive"}
-    best = max(fixed, key=lambda who: fixed[who])
+                taken = take_round(args, together, requests)
+            for who, turn in zip(together, taken, strict=True):
+                turns.setdefault(who, []).append(turn)
+                print(
+                    f"{name} round {number + 1}: {who:8} {turn.tokens_per_s:7.0f} tok/s in {turn.seconds:5.1f} s "
+                    f"{' '.join(f'{layout}@{at:.1f}' for at, layout in turn.switches)}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    over = {
+        who: statistics.median(
+            [ours.tokens_per_s / theirs.tokens_per_s for ours, theirs in zip(turns["adaptive"], of_one, strict=True)]
+        )
+        for who, of_one in turns.items()
+        if who != "adaptive"
+    }
+    best = min(over, key=lambda who: over[who])
     tops = [
-        ceiling([of_one[number] for who, of_one in turns.items() if who != "adaptive"])
+        ceiling([turns[who][number] for who in over]) / turns[best][number].tokens_per_s
         for number in range(args.repeats)
     ]
     return {
         "workload": name,
         "requests": len(requests),
-        "tok_s": {who: round(value, 1) for who, value in rate.items()},
+        "tok_s": {
+            who: round(statistics.median(turn.tokens_per_s for turn in of_one), 1) for who, of_one in turns.items()
+        },
         "turns_tok_s": {who: [round(turn.tokens_per_s, 1) for turn in of_one] for who, of_one in turns.items()},
         "mean_latency_s": {
             who: round(statistics.median(statistics.fmean(turn.latency_s) for turn in of_one), 3)
             for who, of_one in turns.items()
         },
         "best_fixed": best,
-        "adaptive_over": {who: round(rate["adaptive"] / value, 3) for who, value in fixed.items()},
-        "adaptive_over_best": round(rate["adaptive"] / rate[best], 3),
-        "ceiling_over_best": round(statistics.median(tops) / rate[best], 3),
+        "adaptive_over": {who: round(value, 3) for who, value in over.items()},
+        "adaptive_over_best": round(over[best], 3),
+        "ceiling_over_best": round(statistics.median(tops), 3),
         "switches": [turn.switches for turn in turns["adaptive"]],
         "layout_s": [
             {layout: round(seconds, 1) for layout, seconds in turn.layout_s.items()} for turn in turns["adaptive"]
@@ -355,6 +305,7 @@ def main() -> int:
     parser.add_argument("--workloads", default=",".join(COMPARED), help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--load", type=int, default=1, help="how many times as many requests")
     parser.add_argument("--repeats", type=int, default=3, help="rounds in which every contender has a turn")
+    parser.add_argument("--slice", type=float, default=0.25, help="seconds; 0: the whole workload, one after another")
     parser.add_argument("--simulate", action="store_true", help="in the place of serving, once each")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     args = parser.parse_args()
@@ -385,7 +336,7 @@ def main() -> int:
     result = {
         **{
             option: getattr(args, option)
-            for option in ("options", "policy", "calibration", "load", "repeats", "simulate")
+            for option in ("options", "policy", "calibration", "load", "repeats", "slice", "simulate")
         },
         "model": args.config.model,
         "ranks": args.config.ranks,

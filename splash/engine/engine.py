@@ -115,12 +115,18 @@ class Engine:
         metrics: counts and times.
     """
 
-    def __init__(self, config: EngineConfig, progress: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Callable[[str], None] = lambda line: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Check the configuration, start the group and load the model.
 
         Args:
             config: what to serve and how.
             progress: receives a line for each thing that start-up does.
+            clock: the seconds that the policy and switches go by, from any origin.
 
         Raises:
             ConfigError: an option cannot work, alone or with this model.
@@ -180,6 +186,7 @@ class Engine:
             staging_bytes,
             step_bytes,
             policy,
+            clock,
             timer=time.thread_time,  # a decision that waits for a core takes nothing from ranks that use it
             restarts=Restarts(config.max_restarts, config.restart_window_s, progress),
             async_scheduling=is_async,
