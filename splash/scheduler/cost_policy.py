@@ -192,10 +192,13 @@ class CostPolicy:
         return sorted(offers, key=lambda offer: offer.seconds), infeasible
 
     def _average_leads(self, now: float, seconds: float, offers: list[_Offer]) -> dict[str, float]:
-        """By offer, its lead averaged over `settle_s`. What has just become possible begins with none."""
-        settle_s = self.config.settle_s
+        """By offer, its lead averaged over `settle_s`. What has just become possible begins with none.
+
+        The very first leads count at once: what serves then was chosen without knowing the load.
+        """
+        settle_s, is_first = self.config.settle_s, math.isinf(self._decided_s)
         elapsed = min(now - self._decided_s, settle_s) if self._leads else 0.0
-        weight = 1 - math.exp(-elapsed / settle_s) if settle_s else 1.0
+        weight = 1 - math.exp(-elapsed / settle_s) if settle_s and not is_first else 1.0
         averages = {}
         for offer in offers:
             before = self._leads.get(offer.name, 0.0)

@@ -57,7 +57,7 @@ class PolicyConfig:
     cooldown_s: float = 2.0
     backoff_s: float = 5.0
     margin: float = 0.05
-    settle_s: float = 0.5
+    settle_s: float = 0.25
     horizon_s: float = 30.0
     safety: float = 2.0
     few_requests: int = 4

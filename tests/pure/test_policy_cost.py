@@ -92,6 +92,17 @@ def test_a_real_change_is_followed_within_a_bounded_time_and_only_once() -> None
     assert [decision.target for _, decision in drive.switches] == ["dp", "tp", "dp"]
 
 
+def test_the_first_lead_counts_at_once_and_later_ones_when_they_have_lasted() -> None:
+    """A layout to begin with is chosen without knowing the load; later changes of the load may pass."""
+    few, many = decoding(4, 6000), decoding(256, 6000)
+    assert Drive(cost_policy(), DP).step(few).target == "tp"
+    drive = Drive(cost_policy(), DP)
+    drive.settle(many)
+    assert "has not for long enough" in drive.step(few).reason
+    drive.settle(many)
+    assert not drive.switches
+
+
 def test_one_chunk_of_a_prefill_changes_nothing() -> None:
     """Every tenth step carries a chunk of 2,000 rows: alone it would favour another layout."""
     drive = Drive(cost_policy(), DP)
@@ -298,6 +309,7 @@ def test_uneven_owners_are_evened_out_once_nobody_comes_to_do_it() -> None:
 
 def test_a_decision_says_all_that_it_compared_and_goes_out_as_json() -> None:
     drive = Drive(cost_policy(), DP)
+    drive.settle(decoding(256, 6000), steps=10)
     first = drive.step(decoding(4, 6000))
     assert not first.switches and "but has not for long enough" in first.reason
     drive.settle(decoding(4, 6000))
