@@ -46,8 +46,10 @@ class PageAllocator:
         assert (state[taken] == _FREE).all(), "a page lies in a slot that cannot hold one"
         state[taken] = _USED
         assert np.count_nonzero(state == _USED) == len(taken), "a slot holds two pages"
-        edges = np.flatnonzero(np.diff((state == _FREE).astype(np.int8), prepend=0, append=0))
-        for start, end in edges.reshape(-1, 2).tolist():
+        is_free = state == _FREE
+        inner = np.flatnonzero(is_free[1:] != is_free[:-1]) + 1
+        edges = [*([0] if is_free[:1].any() else []), *inner.tolist(), *([len(state)] if is_free[-1:].any() else [])]
+        for start, end in zip(edges[::2], edges[1::2], strict=True):
             cut = min(max(border, start), end)
             for first, last in ((start, cut), (cut, end)):
                 if first < last:
@@ -96,7 +98,7 @@ class PageAllocator:
         self.num_free -= len(taken)
         return taken
 
-    def are_free(self, slots: Sequence[int]) -> bool:
+    def are_free(self, slots: Sequence[int] | np.ndarray) -> bool:
         """Whether all of some slots are free."""
         state = np.frombuffer(self._state, dtype=np.uint8)
         return bool((state[np.asarray(slots, dtype=np.int64)] == _FREE).all())
@@ -107,7 +109,7 @@ class PageAllocator:
         flags[: len(self._state)] = np.frombuffer(self._state, dtype=np.uint8) == _FREE
         return flags
 
-    def claim(self, slots: Sequence[int]) -> None:
+    def claim(self, slots: Sequence[int] | np.ndarray) -> None:
         """Take particular slots, all of them free, in any order. Costs O(extents) a run of slots."""
         for begin, end in _runs(slots):
             assert self._state[begin:end] == bytes((_FREE,)) * (end - begin), f"slots {begin}..{end - 1} are not free"

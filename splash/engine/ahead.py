@@ -31,7 +31,6 @@ from splash.switch.manifest import (
     Manifest,
     Occupancy,
     Planned,
-    page_flags,
     plan_switch,
     rank_copies,
     settle,
@@ -156,6 +155,15 @@ class AheadCopies:
         if len(first) < len(ids):  # a page that several requests claim is where any of them has it
             before, after = (_most(slots, which, len(first)) for slots in (before, after))
         return count(manifest, self._geometry, (before, after))
+
+    def slots_after(self, planned: Planned) -> list[npt.NDArray[np.intp]]:
+        """By rank, where the pages of running requests lie after a plan of `plan`, ascending."""
+        taken = self._will_lie > 0
+        for request, table in planned.tables.items():
+            if request >= 0:
+                for flags, slots in zip(taken, table[self.num_prepared(request) :].T, strict=True):
+                    flags[slots[slots != NO_SLOT]] = True
+        return [np.flatnonzero(flags) for flags in taken]
 
     def _plan(self, rest: Occupancy, owners: Sequence[int], epoch: int) -> Planned:
         planned = plan_switch(rest, self._target, owners, self._geometry, epoch, self._claims.slots)
@@ -289,7 +297,7 @@ class AheadCopies:
         reserved = manifest.source_pT()
         for rank, weights in enumerate(wanted):
             under = slots_under(self._geometry, [group for group, _ in weights])
-            self._under[rank] = under[page_flags(self._geometry, self._pool.layout, rank)[under]].tolist()
+            self._under[rank] = under[self._geometry.page_flags(self._pool.layout, rank)[under]].tolist()
             assert not np.isin(reserved[:, rank], under).any()
         if not self._pool.are_free(self._under):
             self._under = [[] for _ in self._under]
@@ -417,8 +425,7 @@ class AheadCopies:
                 own.target.extend(target)
                 ids = ids_c[start : start + num].astype(np.int64)
                 own.ids.append(ids)
-                slots = map(tuple, target.tolist())
-                own.known += self.heritage.add(owner_of[request], own.owner, first, ids.tolist(), slots)
+                own.known += self.heritage.add(owner_of[request], own.owner, first, ids.tolist(), own.target)
                 self._count_slots(own, slice(first, first + num), 1)
                 prepared.append(PreparedPages(request, first, source.tobytes(), target.tobytes()))
             start += len(after_cT)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 import numpy as np
 
 from splash.core.layout import KV, Layout
-from splash.core.pages import HeldPages, HolderTable, PagePool
+from splash.core.pages import HeldPages, HolderTable, PagePool, PageTable
 from splash.core.step import NO_SLOT
 from splash.scheduler.idle_pages import CachedPage, Chain, IdlePages
 
@@ -52,8 +52,10 @@ class PrefixCache(PagePool):
         resident: Iterable[HeldPages] = (),
         withheld: Sequence[Sequence[int] | np.ndarray] = (),
         border: int = 0,
+        in_use: Sequence[np.ndarray] | None = None,
+        next_id: int | None = None,
     ) -> None:
-        super().__init__(layout, slots, resident, withheld, border)
+        super().__init__(layout, slots, resident, withheld, border, in_use, next_id)
         self._by_key: dict[bytes, dict[int, CachedPage]] = {}  # key -> place -> page
         self._by_id: dict[tuple[int, int], CachedPage] = {}  # (id, place)
         self._idle = IdlePages(self.ranks)
@@ -207,7 +209,7 @@ class PrefixCache(PagePool):
             held.clear()
         super().free(private)
 
-    def are_free(self, slots: Sequence[Sequence[int]]) -> bool:
+    def are_free(self, slots: Sequence[Sequence[int] | np.ndarray]) -> bool:
         if super().are_free(slots):
             return True
         idle = [set(own.tolist()) for own in self.idle_slots()]
@@ -219,7 +221,7 @@ class PrefixCache(PagePool):
             own[idle] = True
         return flags
 
-    def claim(self, slots: Sequence[Sequence[int]]) -> None:
+    def claim(self, slots: Sequence[Sequence[int] | np.ndarray]) -> None:
         if not super().are_free(slots):
             wanted = [set(own) for own in slots]
             self.evict(lambda page: any(slot in own for slot, own in zip(page.slots, wanted, strict=True)))
@@ -385,11 +387,11 @@ class PrefixCache(PagePool):
                 the heritage.
             heritage: what was taken over ahead of the switch. It is this pool's own from now on.
         """
-        self._next_id, self._clock = max(self._next_id, before._next_id), before._clock
+        self.next_id, self._clock = max(self.next_id, before.next_id), before._clock
         self._releases, self._waits = before._releases, before._waits
         heritage = heritage or Heritage(before, self.layout)
         for old, new, first in moved:
-            heritage.add(old.owner, new.owner, first, new.ids[first:], new.table.rows(first, len(new)))
+            heritage.add(old.owner, new.owner, first, new.ids[first:], new.table)
         self._by_key, self._by_id = heritage.by_key, heritage.by_id
 
     def adopt(self, survivors: Sequence[CachedPage]) -> None:
@@ -426,16 +428,14 @@ class Heritage:
         self.by_key: dict[bytes, dict[int, CachedPage]] = {}
         self.by_id: dict[tuple[int, int], CachedPage] = {}
 
-    def add(
-        self, old_owner: int, owner: int, first: int, ids: Sequence[int], slots: Iterable[tuple[int, ...]]
-    ) -> list[int]:
+    def add(self, old_owner: int, owner: int, first: int, ids: Sequence[int], table: PageTable) -> list[int]:
         """Take over pages of a request.
 
         Args:
             old_owner, owner: of the request, before and after.
             first: the number of the first page.
             ids: of the pages.
-            slots: of each page in the target, T each.
+            table: of the request in the target, these pages included.
 
         Returns:
             the ids of those that are known.
@@ -444,7 +444,7 @@ class Heritage:
         if not known_of:
             return []
         old_place, place, known = self._before._place(old_owner), owner if self._by_request else 0, []
-        for number, (id, own) in enumerate(zip(ids, slots, strict=True), first):
+        for number, (id, own) in enumerate(zip(ids, table.rows(first, first + len(ids)), strict=True), first):
             old = known_of.get((id, old_place))
             if old is None:
                 continue

@@ -9,7 +9,7 @@ from splash.core.diff import NO_SOURCE
 from splash.core.layout import parse_layout
 from splash.core.memory import ArenaGeometry
 from splash.core.step import NO_SLOT
-from splash.switch.manifest import Manifest, living, page_flags
+from splash.switch.manifest import Manifest, living
 from splash.switch.placement import Slots
 
 
@@ -39,7 +39,7 @@ def count(manifest: Manifest, geometry: ArenaGeometry, pages: tuple[Slots, Slots
     group_bytes = geometry.attention_bytes // geometry.ranks * geometry.spec.num_layers
     staged = []
     for rank, (own_before, own_after) in enumerate(zip(manifest.source_pT().T, manifest.target_pT().T, strict=True)):
-        _, alive = living(own_before, page_flags(geometry, parse_layout(manifest.source), rank))
+        _, alive = living(own_before, geometry.page_flags(parse_layout(manifest.source), rank))
         copied = (own_after != NO_SLOT) & (own_before != own_after)
         staged.append(int(np.count_nonzero(alive[own_after] & copied)))
     return SwitchCounts(

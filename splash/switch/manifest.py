@@ -260,7 +260,7 @@ def rank_copies(manifest: Manifest, geometry: ArenaGeometry, rank: int) -> RankC
         peers = ((group, sources[rank]) for group, sources in enumerate(manifest.weight_sources))
         weights = tuple((group, peer) for group, peer in peers if peer != NO_SOURCE)
     if not manifest.abandonable:
-        occupied, alive = living(before, page_flags(geometry, parse_layout(manifest.source), rank))
+        occupied, alive = living(before, geometry.page_flags(parse_layout(manifest.source), rank))
         staged = alive[after[todo]]
         under_weights = bool(occupied[slots_under(geometry, [group for group, _ in weights])].any())
     return RankCopies(
@@ -279,11 +279,6 @@ def living(written_slots: npt.NDArray[np.integer[Any]], may_hold_pages: Flags) -
     """Two bool [slots] of one rank in the source layout: a written page lies there; that, or weights."""
     occupied = slot_flags(written_slots, len(may_hold_pages))
     return occupied, occupied | ~may_hold_pages
-
-
-def page_flags(geometry: ArenaGeometry, layout: Layout, rank: int) -> Flags:
-    """bool [slots]: the slot of `rank` may hold a page in `layout`."""
-    return slot_flags(geometry.page_slots(layout, rank), geometry.num_slots)
 
 
 def slots_under(geometry: ArenaGeometry, groups: Sequence[int]) -> npt.NDArray[np.intp]:
@@ -367,7 +362,7 @@ def plan_switch(
     after_pT = np.empty_like(before_pT)
     withheld, abandonable = [], True
     for rank in range(ranks):
-        usable = page_flags(geometry, target, rank)
+        usable = geometry.page_flags(target, rank)
         lies, will_lie = (
             occupancy.prepared[rank] if occupancy.prepared else np.zeros((2, geometry.num_slots), dtype=bool)
         )
@@ -379,7 +374,7 @@ def plan_switch(
         after = np.where(wanted, chosen_pT[:, rank], NO_SLOT).astype(np.int64)
         source = np.full(len(page_ids), ranks, dtype=np.int16)
         source[rows] = pages.fetch_source[:, rank]
-        occupied, alive = living(source_slots[:, rank], page_flags(geometry, occupancy.layout, rank))
+        occupied, alive = living(source_slots[:, rank], geometry.page_flags(occupancy.layout, rank))
         occupied, alive, usable = occupied | lies, alive | lies | will_lie, usable & ~will_lie
         idle = slot_flags(occupancy.idle[rank] if occupancy.idle else before[:0], geometry.num_slots)
         kept_back, overwrites = place(before, after, wanted, source, usable, alive, idle, geometry.num_weight_slots)

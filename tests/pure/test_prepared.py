@@ -109,6 +109,7 @@ def test_windows_and_the_commit_make_up_the_target_state(data: st.DataObject) ->
             own = set(slots[slots != NO_SLOT].tolist())
             assert not own & taken[rank] and own <= set(serving.geometry.page_slots(target, rank).tolist())
             taken[rank] |= own
+    assert [set(slots.tolist()) for slots in copies.slots_after(planned)] == taken
     kept_and_fetched = [a + b + c for a, b, c in zip(*list_of_counts(copies, planned), strict=True)]
     assert kept_and_fetched == [len(slots) for slots in taken]
     copies.abandon()
@@ -231,6 +232,9 @@ def test_pages_that_are_shared_or_cached_arrive_wherever_they_are_wanted(data: s
                 if slot != NO_SLOT:
                     assert claims.content[rank, slot] == page, "another page lies there"
                     assert lies[rank].setdefault(page, slot) == slot, "a page has one slot on a rank"
+    of_requests = np.concatenate([slots_cT for id, slots_cT in planned.tables.items() if id >= 0])
+    for slots, own in zip(copies.slots_after(planned), of_requests.T, strict=True):
+        assert slots.tolist() == np.unique(own[own != NO_SLOT]).tolist()
 
 
 def test_a_rank_whose_table_is_another_does_not_agree() -> None:
