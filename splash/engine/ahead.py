@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +42,7 @@ from splash.switch.placement import Flags, Slots, page_numbers
 from splash.switch.prepared import chain
 
 LAST_SHARE = 0.1  # of a step's bytes: so little may be copied right before the commit
+LAST_PAGES = 512  # so few may be planned then
 KEPT_BACK = 3  # orders for which slots that were given up are kept
 FEW_PAGES = 8  # the least window
 MANY_PAGES = 4096  # the largest: they are planned in about a millisecond
@@ -99,6 +101,7 @@ class AheadCopies:
         self._moves_pages = True
         self._caught_up = False  # whether the step before copied all that was left
         self._prepared: dict[int, _Prepared] = {}  # by request
+        self._ever_prepared: set[int] = set()  # ids of pages, those of requests that are gone among them
         self._whole: set[int] = set()  # requests of which no page is prepared
         self._digest = 0
         # By rank and slot, how many requests have a prepared page that lies there, or will.
@@ -216,6 +219,8 @@ class AheadCopies:
     def _shared(self, rest: Occupancy) -> dict[int, npt.NDArray[np.intp]]:
         """By request, which of its prepared pages are in the rest as well, for another request."""
         ids = rest.page_c()
+        if self._ever_prepared.isdisjoint(ids.tolist()):
+            return {}
         rows = {
             request: np.flatnonzero(np.isin(np.concatenate(own.ids), ids)) for request, own in self._prepared.items()
         }
@@ -352,51 +357,73 @@ class AheadCopies:
             if not self._is_whole(request)
         ) - sum(len(own.target) for own in self._prepared.values())
         manifest = planned.manifest
-        copies = [rank_copies(manifest, self._geometry, rank) for rank in range(ranks)]
-        before, after, filled = manifest.source_pT(), manifest.target_pT(), manifest.filled_p(size)
-        peers, settled = manifest.peers_pT(), manifest.settled_pT()
-        todo = (after != NO_SLOT) & (after != before) & (settled < filled[:, None])
-        claimed = self._claims.slots(planned.pages)
-        unclaimed = todo & (claimed == NO_SLOT)
-        if any(own.num_staged for own in copies) or not self._pool.are_free(
-            [after[unclaimed[:, rank], rank].tolist() for rank in range(ranks)]
-        ):
+        before, after, settled = manifest.source_pT(), manifest.target_pT(), manifest.settled_pT()
+        todo = (after != NO_SLOT) & (after != before) & (settled < manifest.filled_p(size)[:, None])
+        unclaimed = todo & (self._claims.slots(planned.pages) == NO_SLOT)
+        is_staged = not manifest.abandonable and any(
+            rank_copies(manifest, self._geometry, rank).num_staged for rank in range(ranks)
+        )
+        if is_staged or not self._pool.are_free([after[unclaimed[:, rank], rank] for rank in range(ranks)]):
             return None, False  # what is left are slots that are reserved for tokens to come
         budget = [step_bytes] * ranks
         weights, done = self._next_weights(budget)
         done &= left <= window
-        size_pT = np.where(todo, filled[:, None] - settled, 0) * layer_token
-        # A page begins as long as every rank that copies it has bytes left.
-        has_room = (np.cumsum(size_pT, axis=0) - size_pT < np.array(budget)) | ~todo
-        fits = has_room.all(axis=1)
-        done &= bool(fits.all())
-        todo[~fits] = False
-        size_pT[~fits] = 0
-        budget = [left - taken for left, taken in zip(budget, size_pT.sum(axis=0).tolist(), strict=True)]
-        by_rank = []
-        for rank in range(ranks):
-            rows = np.flatnonzero(todo[:, rank])
-            is_local = before[rows, rank] != NO_SLOT
-            peer = np.where(is_local, rank, peers[rows, rank])
-            ends = (settled[rows, rank], filled[rows])
-            table = np.stack((peer, before[rows, peer], after[rows, rank], *ends), axis=1)
-            by_rank.append(table.astype(np.int32).tobytes())
-            positions = int(size_pT[rows[~is_local], rank].sum()) // layer_token
-            self.kv_bytes[rank] += positions * self._geometry.kv.token_bytes * self._geometry.spec.num_layers
-        self._pool.claim([after[todo[:, rank] & unclaimed[:, rank], rank].tolist() for rank in range(ranks)])
-        settled = np.where(todo, filled[:, None], settled)
-        rows = np.flatnonzero(todo.any(axis=1))
-        self._claims.put(planned.pages[rows], np.where(todo, after, claimed)[rows], np.where(todo, settled, 0)[rows])
+        pages = (b"",) * ranks
+        if todo.any():
+            pages, settled, is_all = self._next_pages(planned, todo, unclaimed, budget)
+            done &= is_all
         there_pT = (after == NO_SLOT) | (after == before) | (settled >= size)
         now = zip(occupancy.requests, occupancy.tables, owners, strict=True)
         mine = [own for own in now if own[0] >= 0]
         running = {id: _Running(table, owner, num) for (id, table, owner), num in zip(mine, full, strict=True)}
-        prepared = self._prepare(running, planned, there_pT.all(axis=1))
-        # The commit waits for the copies of the step before. Where those are many, one step more leaves only its own.
-        is_small = min(budget) >= step_bytes * (1 - LAST_SHARE)
+        prepared = self._prepare(running, planned, _on_every_rank(there_pT))
+        # The commit waits for the copies of the step before, and the step before for the plan of the commit. Where
+        # there was much to copy or to plan, one step more leaves only its own.
+        is_small = min(budget) >= step_bytes * (1 - LAST_SHARE) and len(planned.pages) <= LAST_PAGES
         may_commit = done and (is_small or self._caught_up)
         self._caught_up = done
-        return CopyAhead(self._switch, self._layers, tuple(by_rank), weights, prepared), may_commit
+        return CopyAhead(self._switch, self._layers, pages, weights, prepared), may_commit
+
+    def _next_pages(
+        self, planned: Planned, todo: Flags, unclaimed: Flags, budget: list[int]
+    ) -> tuple[tuple[bytes, ...], npt.NDArray[np.int16], bool]:
+        """Choose pages to copy, claim their slots and take what they cost each rank from its `budget`.
+
+        Args:
+            planned: the window.
+            todo: [p, T] pages that a rank has to copy. Those that are left for later are taken out.
+            unclaimed: [p, T] those of them for which no slot is claimed yet.
+            budget: by rank, bytes that it may copy.
+
+        Returns:
+            `CopyAhead.pages`; leading positions [p, T] that need no further copy once these are made; whether all pages
+            were chosen.
+        """
+        manifest, geometry, ranks = planned.manifest, self._geometry, self._geometry.ranks
+        layer_token = geometry.kv.token_bytes * self._layers
+        before, after, filled = manifest.source_pT(), manifest.target_pT(), manifest.filled_p(geometry.page_size)
+        peers, settled = manifest.peers_pT(), manifest.settled_pT()
+        size_pT = np.where(todo, filled[:, None] - settled, 0) * layer_token
+        # A page begins as long as every rank that copies it has bytes left.
+        fits = _on_every_rank((np.cumsum(size_pT, axis=0) - size_pT < np.array(budget)) | ~todo)
+        todo[~fits] = False
+        by_rank = []
+        for rank in range(ranks):
+            rows = np.flatnonzero(todo[:, rank])
+            sizes, is_local = size_pT[rows, rank], before[rows, rank] != NO_SLOT
+            peer = np.where(is_local, rank, peers[rows, rank])
+            ends = (settled[rows, rank], filled[rows])
+            table = np.stack((peer, before[rows, peer], after[rows, rank], *ends), axis=1)
+            by_rank.append(table.astype(np.int32).tobytes())
+            budget[rank] -= int(sizes.sum())
+            positions = int(sizes[~is_local].sum()) // layer_token
+            self.kv_bytes[rank] += positions * geometry.kv.token_bytes * geometry.spec.num_layers
+        self._pool.claim([after[todo[:, rank] & unclaimed[:, rank], rank] for rank in range(ranks)])
+        settled = np.where(todo, filled[:, None], settled).astype(np.int16)
+        rows = np.flatnonzero(~_on_every_rank(~todo))
+        ids, todo = planned.pages[rows], todo[rows]
+        self._claims.put(ids, np.where(todo, after[rows], self._claims.slots(ids)), np.where(todo, settled[rows], 0))
+        return tuple(by_rank), settled, bool(fits.all())
 
     def _prepare(
         self, running: Mapping[int, _Running], planned: Planned, is_there_p: Flags
@@ -423,9 +450,10 @@ class AheadCopies:
                 source, target = before_cT[start : start + num], after_cT[:num]
                 own.source.extend(source)
                 own.target.extend(target)
-                ids = ids_c[start : start + num].astype(np.int64)
+                ids = ids_c[start : start + num]
                 own.ids.append(ids)
-                own.known += self.heritage.add(owner_of[request], own.owner, first, ids.tolist(), own.target)
+                self._ever_prepared.update(numbers := ids.tolist())
+                own.known += self.heritage.add(owner_of[request], own.owner, first, numbers, own.target)
                 self._count_slots(own, slice(first, first + num), 1)
                 prepared.append(PreparedPages(request, first, source.tobytes(), target.tobytes()))
             start += len(after_cT)
@@ -455,6 +483,11 @@ class AheadCopies:
         self._pool.free(self._under)
         self._given_up = deque([self._none()])
         self._under = [[] for _ in self._under]
+
+
+def _on_every_rank(flags_nT: Flags) -> Flags:
+    """[n]: where all of a row are set. Rows are so short that numpy is far slower along them than column by column."""
+    return reduce(np.logical_and, flags_nT.T)
 
 
 def _most(slots: Slots, which: npt.NDArray[np.intp], num_pages: int) -> Slots:

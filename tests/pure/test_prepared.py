@@ -78,6 +78,7 @@ def test_windows_and_the_commit_make_up_the_target_state(data: st.DataObject) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ahead, "MANY_PAGES", 3)
         patch.setattr(ahead, "FEW_PAGES", 2)
+        patch.setattr(ahead, "LAST_PAGES", data.draw(st.sampled_from([0, 6, 512])))
         while not may_commit:
             full = tuple(written // PAGE for written in serving.written.values())
             serving.step()
