@@ -144,9 +144,9 @@ def pages_after(
     }
     in_use = None if ahead is None else ahead.slots_after(planned)
     pool = PrefixCache.of_geometry(geometry, target, held.values(), planned.withheld, in_use, cache.next_id)
-    num_prepared = {id: 0 if ahead is None else ahead.num_prepared(id) for id in held}
+    num_prepared = {id: 0 if ahead is None else ahead.prepared.num(id) for id in held}
     moved = [(before[id], pages, num_prepared[id]) for id, pages in held.items()]
-    pool.inherit(cache, moved, None if ahead is None else ahead.heritage)
+    pool.inherit(cache, moved, None if ahead is None else ahead.prepared.heritage)
     if any(cache.num_idle):
         along = [(chain, planned.tables[-1 - number]) for number, chain in enumerate(chains)]
         usable = [geometry.page_flags(target, rank).copy() for rank in range(geometry.ranks)]
