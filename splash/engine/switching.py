@@ -254,13 +254,17 @@ class Switcher:
 
     def _wait(self, active: ActiveSwitch, reason: str) -> None:
         """Let running requests end, and none begin, until the switch fits. What was copied ahead is given up."""
-        if active.ahead is not None:
-            active.ahead.abandon()
-            active.ahead, active.may_copy_ahead = None, False
+        self._give_up_ahead(active)
         active.commit_next = False
         active.record.status, active.record.reason = "waiting", f"{reason}; admission is held"
         active.record.waited_steps += 1
         self._scheduler.holds_admission = True
+
+    def _give_up_ahead(self, active: ActiveSwitch) -> None:
+        """Go on without what was copied ahead, if anything was."""
+        if active.ahead is not None:
+            active.ahead.abandon()
+            active.ahead, active.may_copy_ahead = None, False
 
     def look_ahead(self, plan: StepPlan) -> CopyAhead | None:
         """Once the step of `plan` has been sent: do what the switch under way needs, while that step runs.
@@ -385,6 +389,8 @@ class Switcher:
         record = active.record
         if self._is_refused(active):
             return None
+        if active.ahead is not None and active.ahead.streamed:
+            self._give_up_ahead(active)  # only the first layers were copied, and a manifest is for all of them alike
         try:
             planned = self._plan(active)
             validate(planned.manifest, self._geometry, planned.prepared)

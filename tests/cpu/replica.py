@@ -64,7 +64,8 @@ class Fault:
 
     Attributes:
         kind: "read" (of `layer`, of a peer's arena or the own one), "manifest", "table", "memory" (no staging buffer),
-            "validate" or "capacity" (while the commit is planned, on every rank alike).
+            "validate" or "capacity" (while the commit is planned, on every rank alike), "unsettled" (what was copied
+            ahead is not all, so that a manifest has to commit).
         rank, layer: where.
     """
 
@@ -189,7 +190,9 @@ class Replica:
             self._break_tables()
         if order is not None and self._hits("memory"):
             transfer.LayerCopies = _no_memory
-        self.copies.broken_layer = self.fault.layer if self.fault and self._hits("read") else None
+        # Layers are only streamed where copies are queued, and such reads do not fail.
+        breaks = self.fault is not None and self._hits("read") and run.commit is None
+        self.copies.broken_layer = self.fault.layer if self.fault and breaks else None
         output, outcome = self.runner.run(run.plan, order, run.commit, run.copying)
         if order is not None and self._hits("memory"):
             transfer.LayerCopies = LayerCopies
@@ -235,6 +238,8 @@ class Replica:
 
     def _looked_ahead(self, plan: StepPlan) -> CopyAhead | None:
         active = self.switcher._active
+        if active is not None and active.ahead is not None and self.fault is not None and self.fault.kind == "unsettled":
+            active.ahead.is_settled = lambda manifest: False  # type: ignore[method-assign]
         with self._planning_fails(active is not None and active.ahead is not None):
             return self.switcher.look_ahead(plan)
 

@@ -98,15 +98,19 @@ def test_a_request_that_comes_during_a_commit_that_fails_fits_the_source(model: 
 
 
 @pytest.mark.parametrize(
-    ("ranks", "num_pages", "seeds"), [(2, 14, (1, 2, 3)), (2, 40, (4, 5)), (4, 14, (6,)), (4, 60, (7,))]
+    ("ranks", "num_pages", "seeds", "streams"),
+    [(2, 14, (1, 2, 3), False), (2, 40, (4, 5), False), (4, 14, (6,), False), (4, 60, (7,), False)]
+    + [(2, 14, (8, 9), True), (2, 20, (10, 11), True)],
 )
-def test_random_traffic(model: str, reference: Reference, ranks: int, num_pages: int, seeds: tuple[int, ...]) -> None:
+def test_random_traffic(
+    model: str, reference: Reference, ranks: int, num_pages: int, seeds: tuple[int, ...], streams: bool
+) -> None:
     """Arrivals, aborts, preemptions, switches, cancellations and failed reads in any order."""
     jobs = jobs_of((1, 9, 30, 70, 110, 45), (30, 12, 40, 9, 20, 33), seed=8)
     arguments = {
         "layouts": list(LAYOUTS),
         "jobs": jobs,
-        "limits": Limits(max_num_seqs=6, step_bytes=96 << 10),
+        "limits": Limits(max_num_seqs=6, step_bytes=96 << 10, streams=streams),
         "seeds": seeds,
         "num_actions": 160,
     }
@@ -223,6 +227,20 @@ def test_a_plan_that_does_not_fit_at_the_commit_waits(model: str, reference: Ref
     check(summary, reference(JOBS))
     (record,) = summary["records"]
     assert record["status"] == "committed" and record["waited_steps"] == 1 and summary["layout"] == "dp"
+
+
+@pytest.mark.parametrize(("method", "streams"), [("precopy", False), ("layerwise", True)])
+def test_a_commit_that_was_not_fully_prepared_moves_the_rest(
+    model: str, reference: Reference, method: str, streams: bool
+) -> None:
+    """With a manifest, of all layers: also of those that were to be streamed, of which nothing was copied ahead."""
+    events = [(5, ("fault", Fault("unsettled"))), (5, ("switch", "tp", method)), (5, ("settle",))]
+    arguments = arguments_for("dop", JOBS, [*events, (20, ("drain",))], step_bytes=20_000, streams=streams)
+    summary = run(model, "serve", 2, 60, arguments)[0]
+    check(summary, reference(JOBS))
+    (record,) = summary["records"]
+    assert (record["status"], record["method"], summary["layout"]) == ("committed", method, "tp")
+    assert record["background_steps"] > 0
 
 
 def test_a_failure_to_copy_ahead_concerns_one_switch_only(model: str, reference: Reference) -> None:
