@@ -39,7 +39,7 @@ from splash.switch.manifest import (
     slots_under,
 )
 from splash.switch.orders import CopyAhead, PreparedPages
-from splash.switch.placement import Flags, page_numbers
+from splash.switch.placement import Flags, Slots, page_numbers
 from splash.switch.prepared import chain
 
 LAST_SHARE = 0.1  # of a step's bytes: so little may be copied right before the commit
@@ -197,7 +197,7 @@ class AheadCopies:
         lies, will_lie = self.prepared.flags(shared)
         if is_window:
             lies |= ~np.stack(self._pool.free_flags(self._geometry.num_slots))
-            slots_cT = np.where(wanted_cT, self._claims.slots(rest.page_c()), NO_SLOT)
+            slots_cT = np.where(wanted_cT, self._claims.slots(rest.page_c), NO_SLOT)
             for rank, slots in enumerate(slots_cT.T):
                 lies[rank, slots[slots != NO_SLOT]] = False
         return tuple(zip(lies, will_lie, strict=True))
@@ -293,7 +293,8 @@ class AheadCopies:
         manifest = planned.manifest
         before, after, settled = manifest.source_pT(), manifest.target_pT(), manifest.settled_pT()
         todo = (after != NO_SLOT) & (after != before) & (settled < manifest.filled_p(size)[:, None])
-        unclaimed = todo & (self._claims.slots(planned.pages) == NO_SLOT)
+        claimed = self._claims.slots(planned.pages)
+        unclaimed = todo & (claimed == NO_SLOT)
         is_staged = not manifest.abandonable and any(
             rank_copies(manifest, self._geometry, rank).num_staged for rank in range(ranks)
         )
@@ -304,7 +305,7 @@ class AheadCopies:
         done &= left <= window
         pages = (b"",) * ranks
         if todo.any():
-            pages, settled, is_all = self._next_pages(planned, todo, unclaimed, budget)
+            pages, settled, is_all = self._next_pages(planned, todo, claimed, budget)
             done &= is_all
         there_pT = (after == NO_SLOT) | (after == before) | (settled >= size)
         now = zip(occupancy.requests, occupancy.tables, owners, strict=True)
@@ -319,14 +320,14 @@ class AheadCopies:
         return CopyAhead(self._switch, self._layers, pages, weights, prepared), may_commit
 
     def _next_pages(
-        self, planned: Planned, todo: Flags, unclaimed: Flags, budget: list[int]
+        self, planned: Planned, todo: Flags, claimed: Slots, budget: list[int]
     ) -> tuple[tuple[bytes, ...], npt.NDArray[np.int16], bool]:
         """Choose pages to copy, claim their slots and take what they cost each rank from its `budget`.
 
         Args:
             planned: the window.
             todo: [p, T] pages that a rank has to copy. Those that are left for later are taken out.
-            unclaimed: [p, T] those of them for which no slot is claimed yet.
+            claimed: [p, T] slots that are claimed for pages already.
             budget: by rank, bytes that it may copy.
 
         Returns:
@@ -352,11 +353,12 @@ class AheadCopies:
             budget[rank] -= int(sizes.sum())
             positions = int(sizes[~is_local].sum()) // layer_token
             self.kv_bytes[rank] += positions * geometry.kv.token_bytes * geometry.spec.num_layers
-        self._pool.claim([after[todo[:, rank] & unclaimed[:, rank], rank] for rank in range(ranks)])
+        unclaimed = todo & (claimed == NO_SLOT)
+        self._pool.claim([after[unclaimed[:, rank], rank] for rank in range(ranks)])
         settled = np.where(todo, filled[:, None], settled).astype(np.int16)
         rows = np.flatnonzero(~_on_every_rank(~todo))
-        ids, todo = planned.pages[rows], todo[rows]
-        self._claims.put(ids, np.where(todo, after[rows], self._claims.slots(ids)), np.where(todo, settled[rows], 0))
+        slots, copied = np.where(todo, after, claimed), np.where(todo, settled, 0)
+        self._claims.put(planned.pages[rows], slots[rows], copied[rows])
         return tuple(by_rank), settled, bool(fits.all())
 
     def _prepare(

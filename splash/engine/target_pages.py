@@ -102,7 +102,7 @@ class TargetPages:
 
     def shared(self, rest: Occupancy) -> dict[int, Rows]:
         """By request, which of its pages are among some others as well, for another request."""
-        ids = rest.page_c()
+        ids = rest.page_c
         if self._ids.isdisjoint(ids.tolist()):
             return {}
         rows = {id: np.flatnonzero(np.isin(np.concatenate(own.ids), ids)) for id, own in self.by_request.items()}
@@ -113,7 +113,7 @@ class TargetPages:
 
         `wanted_cT` says where each claim of the others is wanted.
         """
-        ids, which = np.unique(rest.page_c(), return_inverse=True)
+        ids, which = np.unique(rest.page_c, return_inverse=True)
         lies = most_of_each(np.concatenate([table.slots_cT for table in rest.tables]), which, len(ids))
         will_lie = most_of_each(wanted_cT.astype(np.int32), which, len(ids)) > 0
         clashing = []

@@ -80,13 +80,14 @@ class Occupancy:
         """By rank, the pages that all claims together want there in `target` with those owners."""
         lengths = self.lengths()
         owners_c = np.repeat(np.array(owners, dtype=np.int64), lengths)
-        page_c = self.page_c()
+        page_c = self.page_c
         claims = page_c * ranks + owners_c if target.kv is KV.REQUEST else page_c
         _, first = np.unique(claims, return_index=True)
         held = page_holders(page_numbers(lengths)[first], owners_c[first], target, ranks)
         wanted: list[int] = np.count_nonzero(held, axis=0).tolist()
         return wanted
 
+    @cached_property
     def page_c(self) -> npt.NDArray[np.int64]:
         """[c] the number of the page that each claim is on."""
         if self.pages is None:
@@ -342,7 +343,7 @@ def plan_switch(
     tables_cT = np.concatenate([table.slots_cT for table in occupancy.tables] or [np.empty((0, ranks), dtype=np.int32)])
     first = np.array(occupancy.first or (0,) * len(lengths), dtype=np.int64)
     numbers = page_numbers(lengths) + np.repeat(first, lengths)
-    page_ids, page_c = _in_order(occupancy.page_c())
+    page_ids, page_c = _in_order(occupancy.page_c)
     is_shared = len(page_ids) < len(page_c)  # where nothing is, claims are pages
     old_owners = np.repeat(np.array(occupancy.owners, dtype=np.int64), lengths)
     new_owners = np.repeat(np.array(owners, dtype=np.int64), lengths)
@@ -410,7 +411,8 @@ def plan_switch(
         after_cT = np.where(page_holders(numbers, new_owners, target, ranks), after_pT[page_c], np.int32(NO_SLOT))
     tables = {id: after_cT[end - n : end] for id, n, end in zip(occupancy.requests, lengths, ends, strict=True)}
     withheld = [kept_back[: len(kept_back) * abandonable] for kept_back in withheld]
-    return Planned(manifest, page_ids[rows], tables, tuple(withheld), occupancy.prepared)
+    written_ids = page_ids if len(rows) == len(page_ids) else page_ids[rows]
+    return Planned(manifest, written_ids, tables, tuple(withheld), occupancy.prepared)
 
 
 def check_fits(target: Layout, rank: int, num_wanted: int, room: int) -> None:
