@@ -66,19 +66,18 @@ class AheadCopies:
         target: the layout to switch to.
         geometry: of the arenas.
         pool: the pages that serve meanwhile.
-        layers: how many of the first layers are copied ahead; the others are streamed in the step that commits.
 
     Attributes:
         kv_bytes, weight_bytes: received by each rank of what was begun, over all layers, those streamed included.
         prepared: the pages that need nothing more.
     """
 
-    def __init__(self, switch: int, target: Layout, geometry: ArenaGeometry, pool: PrefixCache, layers: int) -> None:
+    def __init__(self, switch: int, target: Layout, geometry: ArenaGeometry, pool: PrefixCache) -> None:
         self._switch = switch
         self._target = target
         self._geometry = geometry
         self._pool = pool
-        self._layers = layers
+        self._layers = geometry.spec.num_layers
         self._claims = Claims(geometry.ranks)
         self.prepared = TargetPages(target, geometry, pool)
         self._weights: list[tuple[int, int, int, int]] | None = None  # (rank, head group, peer, layer) still to copy
@@ -222,8 +221,16 @@ class AheadCopies:
 
     # --- copying ---
 
-    def begin(self, planned: Planned) -> str:
-        """Claim the room under weights to fetch. Returns why copying ahead is impossible, or an empty string."""
+    def begin(self, planned: Planned, layers: int) -> str:
+        """Claim the room under weights to fetch.
+
+        Args:
+            planned: a first window.
+            layers: how many of the first layers are copied ahead. The others are streamed in the step that commits.
+
+        Returns:
+            why copying ahead is impossible, or an empty string.
+        """
         manifest, moves_pages = planned.manifest, False
         wanted = []
         for rank in range(manifest.ranks):
@@ -232,7 +239,7 @@ class AheadCopies:
                 return f"rank {rank} has no room to copy ahead without overwriting what is in use"
             wanted.append(copies.weights)
             moves_pages |= len(copies.peer) > 0
-        self._moves_pages = moves_pages
+        self._moves_pages, self._layers = moves_pages, layers
         reserved = manifest.source_pT()
         for rank, weights in enumerate(wanted):
             under = slots_under(self._geometry, [group for group, _ in weights])

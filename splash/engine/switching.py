@@ -24,7 +24,7 @@ from splash.core.layout import KV, Layout, Projections, check_layout
 from splash.core.memory import ArenaGeometry
 from splash.core.step import StepPlan
 from splash.engine.active import ActiveSwitch
-from splash.engine.ahead import AheadCopies
+from splash.engine.ahead import MANY_PAGES, AheadCopies
 from splash.engine.messages import Run
 from splash.engine.target import (
     Moved,
@@ -36,6 +36,7 @@ from splash.engine.target import (
     staging_shortage,
     with_chains,
 )
+from splash.engine.windows import layers_ahead
 from splash.scheduler.owners import balance_owners
 from splash.scheduler.prefix_cache import PrefixCache
 from splash.scheduler.scheduler import Scheduler
@@ -289,8 +290,7 @@ class Switcher:
         if reason := never_fits(self._scheduler, self._geometry, active.target):
             self._end("refused", reason)
             return
-        layers = 1 if record.asked == "layerwise" else self._geometry.spec.num_layers
-        ahead = AheadCopies(record.id, active.target, self._geometry, self._scheduler.pool, layers)
+        ahead = AheadCopies(record.id, active.target, self._geometry, self._scheduler.pool)
 
         def plan(occupancy: Occupancy, owners: tuple[int, ...]) -> Planned:
             check_room(occupancy, active.target, owners, self._geometry)
@@ -301,7 +301,12 @@ class Switcher:
         except CapacityError as error:
             self._wait(active, str(error))
             return
-        record.reason = ahead.begin(planned)
+        layers = self._geometry.spec.num_layers
+        if record.asked == "layerwise":
+            page_size = self._geometry.page_size
+            num_pages = sum(-(-request.num_computed // page_size) for request in self._scheduler.running)
+            layers = layers_ahead(planned.manifest, self._geometry, num_pages, MANY_PAGES, self.step_bytes)
+        record.reason = ahead.begin(planned, layers)
         if record.reason:
             active.commit_next = True
             return

@@ -99,8 +99,14 @@ def test_a_request_that_comes_during_a_commit_that_fails_fits_the_source(model: 
 
 @pytest.mark.parametrize(
     ("ranks", "num_pages", "seeds", "streams"),
-    [(2, 14, (1, 2, 3), False), (2, 40, (4, 5), False), (4, 14, (6,), False), (4, 60, (7,), False)]
-    + [(2, 14, (8, 9), True), (2, 20, (10, 11), True)],
+    [
+        (2, 14, (1, 2, 3), False),
+        (2, 40, (4, 5), False),
+        (4, 14, (6,), False),
+        (4, 60, (7,), False),
+        (2, 14, (8, 9), True),
+        (2, 40, (10,), True),
+    ],
 )
 def test_random_traffic(
     model: str, reference: Reference, ranks: int, num_pages: int, seeds: tuple[int, ...], streams: bool
@@ -162,6 +168,18 @@ def test_a_switch_that_fails_leaves_the_source_serving(
         "limits": Limits(),
     }
     check_faults(run(model, "inject", 2, 60, arguments)[0], faults, source, reference(jobs))
+
+
+@pytest.mark.parametrize(("source", "target"), [("dop", "tp"), ("dcp", "cp"), ("dp", "cp")])
+def test_a_prepared_commit_by_layers_that_fails_leaves_the_source_serving(
+    model: str, reference: Reference, source: str, target: str
+) -> None:
+    """Ranks vote on what they could copy ahead, and on how they would read the rest."""
+    faults = [Fault("read", 0, 0), Fault("read", 1, 0), *IDENTITY, Fault("validate")]
+    jobs = jobs_of((70, 33, 20, 45), (24, 28, 20, 26), seed=9)
+    arguments = {"source": source, "target": target, "method": "layerwise", "faults": faults, "jobs": jobs}
+    results = run(model, "inject", 2, 60, {**arguments, "limits": Limits(streams=True)})
+    check_faults(results[0], faults, source, reference(jobs))
 
 
 def test_a_rank_among_four_is_named(model: str, reference: Reference) -> None:

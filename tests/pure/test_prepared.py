@@ -69,8 +69,8 @@ def test_windows_and_the_commit_make_up_the_target_state(data: st.DataObject) ->
     source, target = data.draw(st.permutations(list(LAYOUTS.values())))[:2]
     serving = Serving(source, target, data.draw(st.lists(st.integers(1, 40), min_size=2, max_size=5)))
     serving.step()
-    copies = AheadCopies(1, target, serving.geometry, serving.pool, SPEC.num_layers)
-    reason = copies.begin(copies.plan(serving.occupancy(), serving.occupancy().owners, 0))
+    copies = AheadCopies(1, target, serving.geometry, serving.pool)
+    reason = copies.begin(copies.plan(serving.occupancy(), serving.occupancy().owners, 0), SPEC.num_layers)
     assert not reason, reason
     preparation, may_commit, orders = Preparation(1, RANKS), False, 0
     leaver = data.draw(st.integers(0, len(serving.held) - 1))
@@ -192,9 +192,9 @@ def test_pages_that_are_shared_or_cached_arrive_wherever_they_are_wanted(data: s
         claims.add(id, data.draw(owner), data.draw(st.integers(1, 40)), model, data.draw(st.integers(1, 9)))
     joins_at, joiner = data.draw(st.integers(0, 5)), data.draw(owner)
     cached_from = data.draw(st.integers(0, 5))
-    copies = AheadCopies(1, target, claims.geometry, claims.pool, SPEC.num_layers)
+    copies = AheadCopies(1, target, claims.geometry, claims.pool)
     wanted = tuple(claims.wanted.values())
-    assert not copies.begin(copies.plan(claims.occupancy(), wanted, 0))
+    assert not copies.begin(copies.plan(claims.occupancy(), wanted, 0), SPEC.num_layers)
     preparation, may_commit, orders = Preparation(1, RANKS), False, 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ahead, "MANY_PAGES", 3)
@@ -241,8 +241,8 @@ def test_pages_that_are_shared_or_cached_arrive_wherever_they_are_wanted(data: s
 def test_a_rank_whose_table_is_another_does_not_agree() -> None:
     serving = Serving(LAYOUTS["tp"], LAYOUTS["dop"], [20])
     serving.step()
-    copies = AheadCopies(1, serving.target, serving.geometry, serving.pool, SPEC.num_layers)
-    assert not copies.begin(copies.plan(serving.occupancy(), (0,), 0))
+    copies = AheadCopies(1, serving.target, serving.geometry, serving.pool)
+    assert not copies.begin(copies.plan(serving.occupancy(), (0,), 0), SPEC.num_layers)
     order, _ = copies.next(serving.occupancy(), (0,), (5,), 0, step_bytes=1 << 20)
     assert order is not None and order.prepared
     manifest = copies.plan(serving.occupancy(), (0,), 0).manifest
