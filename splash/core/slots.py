@@ -184,8 +184,12 @@ class PageAllocator:
 def _runs(slots: Sequence[int] | np.ndarray) -> Iterator[tuple[int, int]]:
     """Slots, in any order, as runs start .. end - 1 of as many as follow one another."""
     if len(slots) > FEW:
-        ordered = np.sort(np.asarray(slots, dtype=np.int64))
-        gaps = np.flatnonzero(np.diff(ordered) != 1)
+        ordered = np.asarray(slots, dtype=np.int64)
+        steps = np.diff(ordered)
+        if (steps < 0).any():
+            ordered = np.sort(ordered)
+            steps = np.diff(ordered)
+        gaps = np.flatnonzero(steps != 1)
         yield from zip(
             ordered[np.concatenate(([0], gaps + 1))].tolist(),
             (ordered[np.concatenate((gaps, [-1]))] + 1).tolist(),

@@ -129,10 +129,11 @@ class AheadCopies:
         manifest, prepared = planned.manifest, self.prepared.by_request.values()
         before = np.concatenate([*(own.source.slots_cT for own in prepared), manifest.source_pT()])
         after = np.concatenate([*(own.target.slots_cT for own in prepared), manifest.target_pT()])
-        ids = np.concatenate([*(id for own in prepared for id in own.ids), planned.pages])
-        _, first, which = np.unique(ids, return_index=True, return_inverse=True)
-        if len(first) < len(ids):  # a page that several requests claim is where any of them has it
-            before, after = (most_of_each(slots, which, len(first)) for slots in (before, after))
+        if self.prepared.may_share(planned.pages):
+            ids = np.concatenate([*(id for own in prepared for id in own.ids), planned.pages])
+            _, first, which = np.unique(ids, return_index=True, return_inverse=True)
+            if len(first) < len(ids):  # a page that several requests claim is where any of them has it
+                before, after = (most_of_each(slots, which, len(first)) for slots in (before, after))
         return count(manifest, self._geometry, (before, after))
 
     def slots_after(self, planned: Planned) -> list[npt.NDArray[np.intp]]:

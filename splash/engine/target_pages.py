@@ -52,6 +52,7 @@ class TargetPages:
         self.by_request: dict[int, Prepared] = {}
         self.heritage = Heritage(pool, target)
         self._ids: set[int] = set()  # of pages, those of requests that are gone among them
+        self._any_twice = False  # whether a page was taken in for two requests
         # By rank and slot, how many requests have a page that lies there, or will.
         self._lies, self._will_lie = np.zeros((2, geometry.ranks, geometry.num_slots), dtype=np.int32)
 
@@ -85,7 +86,9 @@ class TargetPages:
         own.source.extend(source)
         own.target.extend(target)
         own.ids.append(ids)
+        num_known = len(self._ids)
         self._ids.update(numbers := ids.tolist())
+        self._any_twice |= len(self._ids) < num_known + len(numbers)
         own.known += self.heritage.add(owners[0], own.owner, first, numbers, own.target)
         self._count_slots(own, slice(first, None), 1)
 
@@ -99,6 +102,10 @@ class TargetPages:
         for counts, table in ((self._lies, own.source), (self._will_lie, own.target)):
             for rank, slots in enumerate(table.slots_cT[rows].T):
                 counts[rank, slots[slots != NO_SLOT]] += times
+
+    def may_share(self, ids: npt.NDArray[np.int64]) -> bool:
+        """Whether a page may be prepared for several requests, or be among some others as well. False where none is."""
+        return self._any_twice or not self._ids.isdisjoint(ids.tolist())
 
     def shared(self, rest: Occupancy) -> dict[int, Rows]:
         """By request, which of its pages are among some others as well, for another request."""

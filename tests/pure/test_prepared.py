@@ -233,6 +233,14 @@ def test_pages_that_are_shared_or_cached_arrive_wherever_they_are_wanted(data: s
                 if slot != NO_SLOT:
                     assert claims.content[rank, slot] == page, "another page lies there"
                     assert lies[rank].setdefault(page, slot) == slot, "a page has one slot on a rank"
+    counts = copies.count(planned)
+    for rank, after in enumerate(lies):
+        tables = [(held.table.slots_cT[:, rank].tolist(), held.ids) for held in claims.held.values()]
+        before = {page: slot for slots, ids in tables for slot, page in zip(slots, ids, strict=True) if slot != NO_SLOT}
+        both = before.keys() & after.keys()
+        kept = sum(before[page] == after[page] for page in both)
+        expected = kept, len(after) - len(both), len(both) - kept, len(before) - len(both)
+        assert (counts.kept[rank], counts.fetched[rank], counts.moved[rank], counts.dropped[rank]) == expected
     of_requests = np.concatenate([slots_cT for id, slots_cT in planned.tables.items() if id >= 0])
     for slots, own in zip(copies.slots_after(planned), of_requests.T, strict=True):
         assert slots.tolist() == np.unique(own[own != NO_SLOT]).tolist()
