@@ -46,7 +46,7 @@ LAST_SHARE = 0.1  # of a step's bytes: so little may be copied right before the 
 LAST_PAGES = 512  # so few may be planned then
 KEPT_BACK = 3  # orders for which slots that were given up are kept
 FEW_PAGES = 8  # the least window
-MANY_PAGES = 4096  # the largest: they are planned in about a millisecond
+MANY_PAGES = 4096  # the largest: they are planned in a few milliseconds
 
 
 @dataclass(frozen=True)
