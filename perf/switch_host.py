@@ -4,8 +4,9 @@
 
 An executor that answers at once stands in for the ranks of a DeepSeek-V3 of 8 layers, with contexts that nobody has
 computed (`perf.filled`). While a step runs the engine plans what is copied behind it; where that takes no longer than a
-step, it costs nothing. At the boundary it plans the step that commits, which waits for that. Processor time of the
-thread, in milliseconds; there is no ceiling but zero. With each step planned while the one before runs.
+step, it costs nothing. At the boundary it plans the step that commits, which waits for that. While that step runs it
+counts what the switch does, and settles it when the step is over. Processor time of the thread, in milliseconds; there
+is no ceiling but zero. With each step planned while the one before runs.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def measure(args: argparse.Namespace, source: str, target: str, method: str) -> 
     keep_from_collector()
     times: dict[str, list[float]] = defaultdict(list)
     switcher = loop.switcher
-    look_ahead, next_run = switcher.look_ahead, switcher.next_run
+    look_ahead, next_run, settle = switcher.look_ahead, switcher.next_run, switcher.settle
 
     def timed_look_ahead(plan: Any) -> CopyAhead | None:
         began = time.thread_time()
@@ -109,6 +110,8 @@ def measure(args: argparse.Namespace, source: str, target: str, method: str) -> 
             times["order" if order.rest is None else "last order"].append(ended - began)
         elif not times["order"]:
             times["begin"].append(ended - began)
+        elif times["last order"] and not times["counts"]:
+            times["counts"].append(ended - began)
         return order
 
     def timed_next_run(at_boundary: bool = True) -> Run | None:
@@ -118,7 +121,14 @@ def measure(args: argparse.Namespace, source: str, target: str, method: str) -> 
             times["plan" if run.commit is None else "plan of the commit"].append(time.thread_time() - began)
         return run
 
+    def timed_settle(outcome: SwitchOutcome) -> bool:
+        began = time.thread_time()
+        ran = settle(outcome)
+        times["settle"].append(time.thread_time() - began)
+        return ran
+
     switcher.look_ahead, switcher.next_run = timed_look_ahead, timed_next_run  # type: ignore[method-assign]
+    switcher.settle = timed_settle  # type: ignore[method-assign]
     record = switcher.request(LAYOUTS[target], method, False, lambda record: None)
     while switcher.active is not None:
         loop.step()

@@ -95,7 +95,7 @@ class Case:
     def pages(self) -> list[list[int]]:
         """For each request, the pages that it claims."""
         ends = np.cumsum(self.occupancy.lengths())[:-1]
-        return [part.tolist() for part in np.split(self.occupancy.page_c(), ends)] if len(self.owners) else []
+        return [part.tolist() for part in np.split(self.occupancy.page_c, ends)] if len(self.owners) else []
 
     def states(self) -> tuple[State, State]:
         """Who holds the written pages before and after, in order of their first claims."""

@@ -114,9 +114,23 @@ class ArenaGeometry:
         slots.setflags(write=False)
         return slots
 
+    def page_flags(self, layout: Layout, rank: int) -> np.ndarray:
+        """bool [slots]: the slot of `rank` may hold a page in `layout`. Read-only."""
+        flags = self._page_flags.get((layout.name, rank))
+        if flags is None:
+            flags = self._page_flags[layout.name, rank] = np.zeros(self.num_slots, dtype=bool)
+            flags[self.page_slots(layout, rank)] = True
+            flags.setflags(write=False)
+        return flags
+
     @cached_property
     def _page_slots(self) -> dict[tuple[str, int], np.ndarray]:
         """What `page_slots` has worked out: every plan asks for it."""
+        return {}
+
+    @cached_property
+    def _page_flags(self) -> dict[tuple[str, int], np.ndarray]:
+        """What `page_flags` has worked out."""
         return {}
 
 

@@ -182,6 +182,9 @@ class PagePool:
         resident: pages that already lie where `layout` wants them.
         withheld: for each rank, slots that count as used until `free` gives them back.
         border: slots below it are the last to be given out.
+        in_use: for each rank, the slots that the resident pages lie in, each once, where they are known. Left out, they
+            are read from the tables.
+        next_id: the first number that no page has, where that is known. Left out, it follows on the resident pages'.
     """
 
     def __init__(
@@ -191,6 +194,8 @@ class PagePool:
         resident: Iterable[HeldPages] = (),
         withheld: Sequence[Sequence[int] | np.ndarray] = (),
         border: int = 0,
+        in_use: Sequence[np.ndarray] | None = None,
+        next_id: int | None = None,
     ) -> None:
         self.layout = layout
         self.ranks = len(slots)
@@ -198,14 +203,18 @@ class PagePool:
         # Pages so many apart have the same holders, and these none of the pages between.
         self._period = 1 if all([table.always is not None for table in self._holders]) else self.ranks
         residents = list(resident)
-        self._next_id = max((max(held.ids) for held in residents if held.ids), default=-1) + 1
+        if next_id is None:
+            next_id = max((max(held.ids) for held in residents if held.ids), default=-1) + 1
+        self.next_id = next_id
         for held in residents:
-            assert np.count_nonzero(held.table.slots_cT != NO_SLOT, axis=0).tolist() == self.counts(held)
+            columns = held.table.slots_cT.T  # one by one, since numpy counts along a long axis far faster
+            assert [np.count_nonzero(own != NO_SLOT) for own in columns] == self.counts(held)
             if len(held.ids) < len(held):
                 held.ids = self._new_ids(len(held))
+        taken = _slots_in_use(residents, self.ranks) if in_use is None else in_use
         used = [
-            np.concatenate([own, np.asarray(kept_back, dtype=np.int64)])
-            for own, kept_back in zip(_slots_in_use(residents, self.ranks), withheld or [()] * self.ranks, strict=True)
+            np.concatenate([own, np.asarray(kept_back, dtype=np.int64)]) if len(kept_back) else own
+            for own, kept_back in zip(taken, withheld or [()] * self.ranks, strict=True)
         ]
         self._allocators = [PageAllocator(own, taken, border) for own, taken in zip(slots, used, strict=True)]
         self._most_alone: list[int | None] = [None] * self.ranks  # pages of a request of each owner, once asked for
@@ -217,11 +226,13 @@ class PagePool:
         layout: Layout,
         resident: Iterable[HeldPages] = (),
         withheld: Sequence[Sequence[int] | np.ndarray] = (),
+        in_use: Sequence[np.ndarray] | None = None,
+        next_id: int | None = None,
     ) -> Self:
         """The pool of a group whose arenas have this geometry."""
         slots = [geometry.page_slots(layout, rank) for rank in range(geometry.ranks)]
         # Pages under weights would have to move before a switch brings the weights, so they are the last resort.
-        return cls(layout, slots, resident, withheld, geometry.num_weight_slots)
+        return cls(layout, slots, resident, withheld, geometry.num_weight_slots, in_use, next_id)
 
     @property
     def num_free(self) -> list[int]:
@@ -318,18 +329,18 @@ class PagePool:
         return True
 
     def _new_ids(self, count: int) -> list[int]:
-        self._next_id += count
-        return list(range(self._next_id - count, self._next_id))
+        self.next_id += count
+        return list(range(self.next_id - count, self.next_id))
 
     def free_flags(self, num_slots: int) -> list[np.ndarray]:
         """By rank, bool [num_slots]: the slots that are free, and hold nothing that anybody could want."""
         return [allocator.free_flags(num_slots) for allocator in self._allocators]
 
-    def are_free(self, slots: Sequence[Sequence[int]]) -> bool:
+    def are_free(self, slots: Sequence[Sequence[int] | np.ndarray]) -> bool:
         """Whether all of some slots of each rank are free."""
         return all(allocator.are_free(own) for allocator, own in zip(self._allocators, slots, strict=True))
 
-    def claim(self, slots: Sequence[Sequence[int]]) -> None:
+    def claim(self, slots: Sequence[Sequence[int] | np.ndarray]) -> None:
         """Take particular free slots of each rank, which belong to no request."""
         for allocator, own in zip(self._allocators, slots, strict=True):
             allocator.claim(own)
@@ -352,10 +363,12 @@ def _slots_in_use(residents: Sequence[HeldPages], ranks: int) -> list[np.ndarray
     """By rank, int64, the slots of all pages. Requests that share a page name it alike, and its slot is there once."""
     in_use = []
     slots_cT = np.concatenate([np.empty((0, ranks), dtype=np.int32), *(held.table.slots_cT for held in residents)])
-    for own in slots_cT.T:
+    for own in slots_cT.T.astype(np.int64, order="C"):
         is_held = own != NO_SLOT
-        taken = own[is_held].astype(np.int64)
-        if len(taken) and np.bincount(taken).max() > 1:
+        taken = own[is_held]
+        flags = np.zeros(int(taken.max(initial=-1)) + 1, dtype=bool)
+        flags[taken] = True
+        if np.count_nonzero(flags) < len(taken):
             ids = np.concatenate([np.array(held.ids, dtype=np.int64) for held in residents])[is_held]
             taken = np.unique(np.stack((taken, ids), axis=1), axis=0)[:, 0]
         in_use.append(taken)

@@ -87,7 +87,7 @@ class PageAllocator:
         self.num_free -= len(slots)
         return slots
 
-    def are_free(self, slots: Sequence[int]) -> bool:
+    def are_free(self, slots: Sequence[int] | np.ndarray) -> bool:
         """Whether all of some slots are free."""
         taken = np.frombuffer(self._taken, dtype=np.uint8)
         return not taken[np.asarray(slots, dtype=np.int64)].any()
@@ -98,7 +98,7 @@ class PageAllocator:
         flags[: len(self._taken)] = np.frombuffer(self._taken, dtype=np.uint8)[:num_slots] == 0
         return flags
 
-    def claim(self, slots: Sequence[int]) -> None:
+    def claim(self, slots: Sequence[int] | np.ndarray) -> None:
         """Take particular slots, all of them free, in any order."""
         for begin, end in _runs(slots):
             assert begin >= 0 and self._taken[begin:end] == bytes(end - begin), f"slots {begin}..{end - 1} are not free"
@@ -181,8 +181,12 @@ class PageAllocator:
 def _runs(slots: Sequence[int] | np.ndarray) -> Iterator[tuple[int, int]]:
     """Slots, in any order, as runs start .. end - 1 of as many as follow one another."""
     if len(slots) > FEW:
-        ordered = np.sort(np.asarray(slots, dtype=np.int64))
-        gaps = np.flatnonzero(np.diff(ordered) != 1)
+        ordered = np.asarray(slots, dtype=np.int64)
+        steps = np.diff(ordered)
+        if (steps < 0).any():
+            ordered = np.sort(ordered)
+            steps = np.diff(ordered)
+        gaps = np.flatnonzero(steps != 1)
         yield from zip(
             ordered[np.concatenate(([0], gaps + 1))].tolist(),
             (ordered[np.concatenate((gaps, [-1]))] + 1).tolist(),

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import reduce
 
 import numpy as np
 import numpy.typing as npt
@@ -24,15 +25,14 @@ from splash.core.ownership import page_holders
 from splash.core.pages import PageTable
 from splash.core.step import NO_SLOT
 from splash.engine.claims import Claims, Pages
+from splash.engine.target_pages import TargetPages, most_of_each
 from splash.engine.windows import cut_out
-from splash.scheduler.heritage import Heritage
 from splash.scheduler.prefix_cache import PrefixCache
 from splash.switch.counts import SwitchCounts, count
 from splash.switch.manifest import (
     Manifest,
     Occupancy,
     Planned,
-    page_flags,
     plan_switch,
     rank_copies,
     settle,
@@ -43,24 +43,10 @@ from splash.switch.placement import Flags, Slots, page_numbers
 from splash.switch.prepared import chain
 
 LAST_SHARE = 0.1  # of a step's bytes: so little may be copied right before the commit
+LAST_PAGES = 512  # so few may be planned then
 KEPT_BACK = 3  # orders for which slots that were given up are kept
 FEW_PAGES = 8  # the least window
-MANY_PAGES = 4096  # the largest: they are planned in about a millisecond
-
-
-@dataclass
-class _Prepared:
-    """The prepared pages of one request, from its first on.
-
-    `own` is the table that they are in, which a request that loses its pages gets anew; `owner` that in the target.
-    """
-
-    own: PageTable
-    owner: int
-    source: PageTable
-    target: PageTable
-    ids: list[npt.NDArray[np.int64]] = field(default_factory=list)
-    known: list[int] = field(default_factory=list)  # ids of those that the cache knows
+MANY_PAGES = 4096  # the largest: they are planned in a few milliseconds
 
 
 @dataclass(frozen=True)
@@ -80,31 +66,27 @@ class AheadCopies:
         target: the layout to switch to.
         geometry: of the arenas.
         pool: the pages that serve meanwhile.
-        layers: how many of the first layers are copied ahead; the others are streamed in the step that commits.
 
     Attributes:
         kv_bytes, weight_bytes: received by each rank of what was begun, over all layers, those streamed included.
-        heritage: what the target's pool will know of the prepared pages.
+        prepared: the pages that need nothing more.
     """
 
-    def __init__(self, switch: int, target: Layout, geometry: ArenaGeometry, pool: PrefixCache, layers: int) -> None:
+    def __init__(self, switch: int, target: Layout, geometry: ArenaGeometry, pool: PrefixCache) -> None:
         self._switch = switch
         self._target = target
         self._geometry = geometry
         self._pool = pool
-        self._layers = layers
+        self._layers = geometry.spec.num_layers
         self._claims = Claims(geometry.ranks)
-        self.heritage = Heritage(pool, target)
+        self.prepared = TargetPages(target, geometry, pool)
         self._weights: list[tuple[int, int, int, int]] | None = None  # (rank, head group, peer, layer) still to copy
         self._under: list[list[int]] = [[] for _ in range(geometry.ranks)]  # slots claimed under weights, by rank
         self._groups: tuple[tuple[tuple[int, int], ...], ...] = ()  # of weights to fetch, by rank, with their peers
         self._moves_pages = True
         self._caught_up = False  # whether the step before copied all that was left
-        self._prepared: dict[int, _Prepared] = {}  # by request
         self._whole: set[int] = set()  # requests of which no page is prepared
         self._digest = 0
-        # By rank and slot, how many requests have a prepared page that lies there, or will.
-        self._lies, self._will_lie = np.zeros((2, geometry.ranks, geometry.num_slots), dtype=np.int32)
         self._known: frozenset[PageTable] = frozenset()  # those of the last occupancy
         # By order and rank, slots that nobody wants any more. Copies to them may run until the second order after that.
         self._given_up: deque[list[Pages]] = deque([self._none()])
@@ -117,15 +99,14 @@ class AheadCopies:
         """The switch as it would be committed now, with what has been copied marked as settled."""
         self._give_up_stale(occupancy, owners)
         planned = self._plan(*self._rest(occupancy, owners, None), epoch)
-        if self._prepared and not planned.manifest.abandonable and all(request >= 0 for request in occupancy.requests):
+        prepared = self.prepared.by_request
+        if prepared and not planned.manifest.abandonable and all(request >= 0 for request in occupancy.requests):
             # Pages would be overwritten, which the ranks can only do with all of them in sight.
-            for request in list(self._prepared):
-                self._forget(request)
+            for request in list(prepared):
+                self.prepared.forget(request)
             planned = self._plan(*self._rest(occupancy, owners, None), epoch)
         tables = {
-            request: np.concatenate((self._prepared[request].target.slots_cT, table))
-            if request in self._prepared
-            else table
+            request: np.concatenate((prepared[request].target.slots_cT, table)) if request in prepared else table
             for request, table in planned.tables.items()
         }
         return replace(planned, tables=tables)
@@ -139,24 +120,25 @@ class AheadCopies:
         copies = [rank_copies(manifest, self._geometry, rank) for rank in range(self._geometry.ranks)]
         return manifest.abandonable and not any(len(own.peer) or own.weights for own in copies)
 
-    def num_prepared(self, request: int) -> int:
-        """How many of a request's first pages are prepared."""
-        return len(self._prepared[request].target) if request in self._prepared else 0
-
     def digest_with(self, rest: Sequence[PreparedPages]) -> int:
         """The digest of all that was prepared and of `rest`, which the ranks are told last."""
         return chain(self._digest, rest)
 
     def count(self, planned: Planned) -> SwitchCounts:
         """What a plan of `plan` and everything before it do."""
-        manifest, prepared = planned.manifest, self._prepared.values()
+        manifest, prepared = planned.manifest, self.prepared.by_request.values()
         before = np.concatenate([*(own.source.slots_cT for own in prepared), manifest.source_pT()])
         after = np.concatenate([*(own.target.slots_cT for own in prepared), manifest.target_pT()])
-        ids = np.concatenate([*(id for own in prepared for id in own.ids), planned.pages])
-        _, first, which = np.unique(ids, return_index=True, return_inverse=True)
-        if len(first) < len(ids):  # a page that several requests claim is where any of them has it
-            before, after = (_most(slots, which, len(first)) for slots in (before, after))
+        if self.prepared.may_share(planned.pages):
+            ids = np.concatenate([*(id for own in prepared for id in own.ids), planned.pages])
+            _, first, which = np.unique(ids, return_index=True, return_inverse=True)
+            if len(first) < len(ids):  # a page that several requests claim is where any of them has it
+                before, after = (most_of_each(slots, which, len(first)) for slots in (before, after))
         return count(manifest, self._geometry, (before, after))
+
+    def slots_after(self, planned: Planned) -> list[npt.NDArray[np.intp]]:
+        """By rank, where the pages of running requests lie after a plan of `plan`, ascending."""
+        return self.prepared.slots_with({id: table for id, table in planned.tables.items() if id >= 0})
 
     def _plan(self, rest: Occupancy, owners: Sequence[int], epoch: int) -> Planned:
         planned = plan_switch(rest, self._target, owners, self._geometry, epoch, self._claims.slots)
@@ -165,7 +147,7 @@ class AheadCopies:
         settled[manifest.target_pT() == NO_SLOT] = 0
         pending = {rank for rank, _, _, _ in self._weights} if self._weights is not None else range(ranks)
         weights_settled = [rank not in pending for rank in range(ranks)]
-        digest = self._digest if self._prepared else 0
+        digest = self._digest if self.prepared.by_request else 0
         return replace(planned, manifest=settle(manifest, settled, weights_settled, digest))
 
     def _rest(
@@ -186,12 +168,12 @@ class AheadCopies:
                 self._target,
                 self._geometry.ranks,
             )
-            shared = self._shared(rest)
-            clashing = self._clashing(rest, wanted_cT, shared) if shared else []
+            shared = self.prepared.shared(rest)
+            clashing = self.prepared.clashing(rest, wanted_cT, shared) if shared else []
             if not clashing:
                 return replace(rest, prepared=self._flags(rest, wanted_cT, shared, window is not None)), wanted
             for request in clashing:
-                self._forget(request)
+                self.prepared.forget(request)
             self._whole.update(clashing)
 
     def _is_whole(self, request: int) -> bool:
@@ -201,49 +183,23 @@ class AheadCopies:
     def _cut_out(
         self, occupancy: Occupancy, owners: Sequence[int], window: int | None
     ) -> tuple[Occupancy, tuple[int, ...]]:
-        begins = [self.num_prepared(request) for request in occupancy.requests]
+        begins = [self.prepared.num(request) for request in occupancy.requests]
         whole = [self._is_whole(request) for request in occupancy.requests]
         rest, chosen = cut_out(occupancy, begins, whole, self._geometry.page_size, self._geometry.ranks, window)
         return rest, tuple(owners[index] for index in chosen)
-
-    def _shared(self, rest: Occupancy) -> dict[int, npt.NDArray[np.intp]]:
-        """By request, which of its prepared pages are in the rest as well, for another request."""
-        ids = rest.page_c()
-        rows = {
-            request: np.flatnonzero(np.isin(np.concatenate(own.ids), ids)) for request, own in self._prepared.items()
-        }
-        return {request: own for request, own in rows.items() if len(own)}
-
-    def _clashing(self, rest: Occupancy, wanted_cT: Flags, shared: Mapping[int, npt.NDArray[np.intp]]) -> list[int]:
-        """Requests with a shared page that the rest has on other ranks, before the switch or after it."""
-        ids, which = np.unique(rest.page_c(), return_inverse=True)
-        lies = _most(np.concatenate([table.slots_cT for table in rest.tables]), which, len(ids))
-        will_lie = _most(wanted_cT.astype(np.int32), which, len(ids)) > 0
-        clashing = []
-        for request, rows in shared.items():
-            own = self._prepared[request]
-            found = np.searchsorted(ids, np.concatenate(own.ids)[rows])
-            wanted = own.target.slots_cT[rows] != NO_SLOT
-            if not ((lies[found] == own.source.slots_cT[rows]) & (will_lie[found] == wanted)).all():
-                clashing.append(request)
-        return clashing
 
     def _flags(
         self, rest: Occupancy, wanted_cT: Flags, shared: Mapping[int, npt.NDArray[np.intp]], is_window: bool
     ) -> tuple[tuple[Flags, Flags], ...] | None:
         """What `Occupancy.prepared` says of the pages that are not in `rest`."""
-        if not self._prepared and not is_window:
+        if not self.prepared.by_request and not is_window:
             return None
-        lies, will_lie = self._lies > 0, self._will_lie > 0
+        lies, will_lie = self.prepared.flags(shared)
         if is_window:
             lies |= ~np.stack(self._pool.free_flags(self._geometry.num_slots))
-            slots_cT = np.where(wanted_cT, self._claims.slots(rest.page_c()), NO_SLOT)
+            slots_cT = np.where(wanted_cT, self._claims.slots(rest.page_c), NO_SLOT)
             for rank, slots in enumerate(slots_cT.T):
                 lies[rank, slots[slots != NO_SLOT]] = False
-        # A page that is prepared for one request and in the rest for another has one slot for both.
-        for request, rows in shared.items():
-            for rank, slots in enumerate(self._prepared[request].target.slots_cT[rows].T):
-                will_lie[rank, slots[slots != NO_SLOT]] = False
         return tuple(zip(lies, will_lie, strict=True))
 
     def _give_up_stale(self, occupancy: Occupancy, owners: Sequence[int]) -> None:
@@ -251,10 +207,10 @@ class AheadCopies:
         assert occupancy.pages is not None
         now = dict(zip(occupancy.requests, zip(occupancy.tables, owners, strict=True), strict=True))
         self._whole &= now.keys()
-        for request, own in list(self._prepared.items()):
+        for request, own in list(self.prepared.by_request.items()):
             table, owner = now.get(request, (None, -1))
             if table is not own.own or owner != own.owner:
-                self._forget(request)
+                self.prepared.forget(request)
         known, self._known = self._known, frozenset(occupancy.tables)  # cached pages are in a new table each time
         if known <= self._known:
             return
@@ -264,20 +220,18 @@ class AheadCopies:
     def _none(self) -> list[Pages]:
         return [np.empty(0, dtype=np.int64) for _ in range(self._geometry.ranks)]
 
-    def _forget(self, request: int) -> None:
-        own = self._prepared.pop(request)
-        self.heritage.remove(own.owner, own.known)
-        self._count_slots(own, slice(None), -1)
-
-    def _count_slots(self, own: _Prepared, rows: slice, times: int) -> None:
-        for counts, table in ((self._lies, own.source), (self._will_lie, own.target)):
-            for rank, slots in enumerate(table.slots_cT[rows].T):
-                counts[rank, slots[slots != NO_SLOT]] += times
-
     # --- copying ---
 
-    def begin(self, planned: Planned) -> str:
-        """Claim the room under weights to fetch. Returns why copying ahead is impossible, or an empty string."""
+    def begin(self, planned: Planned, layers: int) -> str:
+        """Claim the room under weights to fetch.
+
+        Args:
+            planned: a first window.
+            layers: how many of the first layers are copied ahead. The others are streamed in the step that commits.
+
+        Returns:
+            why copying ahead is impossible, or an empty string.
+        """
         manifest, moves_pages = planned.manifest, False
         wanted = []
         for rank in range(manifest.ranks):
@@ -286,11 +240,11 @@ class AheadCopies:
                 return f"rank {rank} has no room to copy ahead without overwriting what is in use"
             wanted.append(copies.weights)
             moves_pages |= len(copies.peer) > 0
-        self._moves_pages = moves_pages
+        self._moves_pages, self._layers = moves_pages, layers
         reserved = manifest.source_pT()
         for rank, weights in enumerate(wanted):
             under = slots_under(self._geometry, [group for group, _ in weights])
-            self._under[rank] = under[page_flags(self._geometry, self._pool.layout, rank)[under]].tolist()
+            self._under[rank] = under[self._geometry.page_flags(self._pool.layout, rank)[under]].tolist()
             assert not np.isin(reserved[:, rank], under).any()
         if not self._pool.are_free(self._under):
             self._under = [[] for _ in self._under]
@@ -343,53 +297,77 @@ class AheadCopies:
             -(-num // size)
             for request, num in zip(occupancy.requests, occupancy.written, strict=True)
             if not self._is_whole(request)
-        ) - sum(len(own.target) for own in self._prepared.values())
+        ) - sum(len(own.target) for own in self.prepared.by_request.values())
         manifest = planned.manifest
-        copies = [rank_copies(manifest, self._geometry, rank) for rank in range(ranks)]
-        before, after, filled = manifest.source_pT(), manifest.target_pT(), manifest.filled_p(size)
-        peers, settled = manifest.peers_pT(), manifest.settled_pT()
-        todo = (after != NO_SLOT) & (after != before) & (settled < filled[:, None])
+        before, after, settled = manifest.source_pT(), manifest.target_pT(), manifest.settled_pT()
+        todo = (after != NO_SLOT) & (after != before) & (settled < manifest.filled_p(size)[:, None])
         claimed = self._claims.slots(planned.pages)
         unclaimed = todo & (claimed == NO_SLOT)
-        if any(own.num_staged for own in copies) or not self._pool.are_free(
-            [after[unclaimed[:, rank], rank].tolist() for rank in range(ranks)]
-        ):
+        is_staged = not manifest.abandonable and any(
+            rank_copies(manifest, self._geometry, rank).num_staged for rank in range(ranks)
+        )
+        if is_staged or not self._pool.are_free([after[unclaimed[:, rank], rank] for rank in range(ranks)]):
             return None, False  # what is left are slots that are reserved for tokens to come
         budget = [step_bytes] * ranks
         weights, done = self._next_weights(budget)
         done &= left <= window
-        size_pT = np.where(todo, filled[:, None] - settled, 0) * layer_token
-        # A page begins as long as every rank that copies it has bytes left.
-        has_room = (np.cumsum(size_pT, axis=0) - size_pT < np.array(budget)) | ~todo
-        fits = has_room.all(axis=1)
-        done &= bool(fits.all())
-        todo[~fits] = False
-        size_pT[~fits] = 0
-        budget = [left - taken for left, taken in zip(budget, size_pT.sum(axis=0).tolist(), strict=True)]
-        by_rank = []
-        for rank in range(ranks):
-            rows = np.flatnonzero(todo[:, rank])
-            is_local = before[rows, rank] != NO_SLOT
-            peer = np.where(is_local, rank, peers[rows, rank])
-            ends = (settled[rows, rank], filled[rows])
-            table = np.stack((peer, before[rows, peer], after[rows, rank], *ends), axis=1)
-            by_rank.append(table.astype(np.int32).tobytes())
-            positions = int(size_pT[rows[~is_local], rank].sum()) // layer_token
-            self.kv_bytes[rank] += positions * self._geometry.kv.token_bytes * self._geometry.spec.num_layers
-        self._pool.claim([after[todo[:, rank] & unclaimed[:, rank], rank].tolist() for rank in range(ranks)])
-        settled = np.where(todo, filled[:, None], settled)
-        rows = np.flatnonzero(todo.any(axis=1))
-        self._claims.put(planned.pages[rows], np.where(todo, after, claimed)[rows], np.where(todo, settled, 0)[rows])
+        pages = (b"",) * ranks
+        if todo.any():
+            pages, settled, is_all = self._next_pages(planned, todo, claimed, budget)
+            done &= is_all
         there_pT = (after == NO_SLOT) | (after == before) | (settled >= size)
         now = zip(occupancy.requests, occupancy.tables, owners, strict=True)
         mine = [own for own in now if own[0] >= 0]
         running = {id: _Running(table, owner, num) for (id, table, owner), num in zip(mine, full, strict=True)}
-        prepared = self._prepare(running, planned, there_pT.all(axis=1))
-        # The commit waits for the copies of the step before. Where those are many, one step more leaves only its own.
-        is_small = min(budget) >= step_bytes * (1 - LAST_SHARE)
+        prepared = self._prepare(running, planned, _on_every_rank(there_pT))
+        # The commit waits for the copies of the step before, and the step before for the plan of the commit. Where
+        # there was much to copy or to plan, one step more leaves only its own.
+        is_small = min(budget) >= step_bytes * (1 - LAST_SHARE) and len(planned.pages) <= LAST_PAGES
         may_commit = done and (is_small or self._caught_up)
         self._caught_up = done
-        return CopyAhead(self._switch, self._layers, tuple(by_rank), weights, prepared), may_commit
+        return CopyAhead(self._switch, self._layers, pages, weights, prepared), may_commit
+
+    def _next_pages(
+        self, planned: Planned, todo: Flags, claimed: Slots, budget: list[int]
+    ) -> tuple[tuple[bytes, ...], npt.NDArray[np.int16], bool]:
+        """Choose pages to copy, claim their slots and take what they cost each rank from its `budget`.
+
+        Args:
+            planned: the window.
+            todo: [p, T] pages that a rank has to copy. Those that are left for later are taken out.
+            claimed: [p, T] slots that are claimed for pages already.
+            budget: by rank, bytes that it may copy.
+
+        Returns:
+            `CopyAhead.pages`; leading positions [p, T] that need no further copy once these are made; whether all pages
+            were chosen.
+        """
+        manifest, geometry, ranks = planned.manifest, self._geometry, self._geometry.ranks
+        layer_token = geometry.kv.token_bytes * self._layers
+        before, after, filled = manifest.source_pT(), manifest.target_pT(), manifest.filled_p(geometry.page_size)
+        peers, settled = manifest.peers_pT(), manifest.settled_pT()
+        size_pT = np.where(todo, filled[:, None] - settled, 0) * layer_token
+        # A page begins as long as every rank that copies it has bytes left.
+        fits = _on_every_rank((np.cumsum(size_pT, axis=0) - size_pT < np.array(budget)) | ~todo)
+        todo[~fits] = False
+        by_rank = []
+        for rank in range(ranks):
+            rows = np.flatnonzero(todo[:, rank])
+            sizes, is_local = size_pT[rows, rank], before[rows, rank] != NO_SLOT
+            peer = np.where(is_local, rank, peers[rows, rank])
+            ends = (settled[rows, rank], filled[rows])
+            table = np.stack((peer, before[rows, peer], after[rows, rank], *ends), axis=1)
+            by_rank.append(table.astype(np.int32).tobytes())
+            budget[rank] -= int(sizes.sum())
+            positions = int(sizes[~is_local].sum()) // layer_token
+            self.kv_bytes[rank] += positions * geometry.kv.token_bytes * geometry.spec.num_layers
+        unclaimed = todo & (claimed == NO_SLOT)
+        self._pool.claim([after[unclaimed[:, rank], rank] for rank in range(ranks)])
+        settled = np.where(todo, filled[:, None], settled).astype(np.int16)
+        rows = np.flatnonzero(~_on_every_rank(~todo))
+        slots, copied = np.where(todo, after, claimed), np.where(todo, settled, 0)
+        self._claims.put(planned.pages[rows], slots[rows], copied[rows])
+        return tuple(by_rank), settled, bool(fits.all())
 
     def _prepare(
         self, running: Mapping[int, _Running], planned: Planned, is_there_p: Flags
@@ -398,7 +376,7 @@ class AheadCopies:
 
         `is_there_p`: every rank that wants the page has it where it will lie.
         """
-        manifest, ranks = planned.manifest, self._geometry.ranks
+        manifest = planned.manifest
         is_request_c = np.repeat(np.array(manifest.requests, dtype=np.int64) >= 0, manifest.num_pages)
         pages_c = manifest.pages_c()[is_request_c]
         ready_c, ids_c = is_there_p[pages_c], planned.pages[pages_c]
@@ -410,17 +388,8 @@ class AheadCopies:
             ready = ready_c[start : start + len(after_cT)]
             num = min(len(ready) if ready.all() else int(ready.argmin()), now.full - first)
             if num > 0 and not self._is_whole(request):
-                own = self._prepared.get(request)
-                if own is None:
-                    own = self._prepared[request] = _Prepared(now.table, now.owner, PageTable(ranks), PageTable(ranks))
-                source, target = before_cT[start : start + num], after_cT[:num]
-                own.source.extend(source)
-                own.target.extend(target)
-                ids = ids_c[start : start + num].astype(np.int64)
-                own.ids.append(ids)
-                slots = map(tuple, target.tolist())
-                own.known += self.heritage.add(owner_of[request], own.owner, ids.tolist(), slots)
-                self._count_slots(own, slice(first, first + num), 1)
+                source, target, ids = before_cT[start : start + num], after_cT[:num], ids_c[start : start + num]
+                self.prepared.add(request, now.table, (owner_of[request], now.owner), source, target, ids)
                 prepared.append(PreparedPages(request, first, source.tobytes(), target.tobytes()))
             start += len(after_cT)
         self._digest = chain(self._digest, tuple(prepared))
@@ -451,8 +420,6 @@ class AheadCopies:
         self._under = [[] for _ in self._under]
 
 
-def _most(slots: Slots, which: npt.NDArray[np.intp], num_pages: int) -> Slots:
-    """[num_pages, T]: the largest slot of the rows of each page, which is NO_SLOT where all are."""
-    most = np.full((num_pages, slots.shape[1]), NO_SLOT, dtype=np.int32)
-    np.maximum.at(most, which, slots)
-    return most
+def _on_every_rank(flags_nT: Flags) -> Flags:
+    """[n]: where all of a row are set. Rows are so short that numpy is far slower along them than column by column."""
+    return reduce(np.logical_and, flags_nT.T)

@@ -27,20 +27,27 @@ class Claims:
         self._slots = np.empty((64, ranks), dtype=np.int32)
         self._copied = np.empty((64, ranks), dtype=np.int16)
         self._num_rows = 0
+        self._asked: Pages | None = None  # what was looked up last
+        self._found = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.intp))  # and its rows, see `_rows_of`
 
     def slots(self, pages: Pages) -> Slots:
         """[n, T]: the slot claimed for each page on each rank, NO_SLOT where there is none."""
-        rows = self._rows_of(pages)
-        return np.where(rows[:, None] < 0, np.int32(NO_SLOT), self._slots[rows])
+        slots = np.full((len(pages), self._ranks), NO_SLOT, dtype=np.int32)
+        rows, found = self._rows_of(pages)
+        slots[found] = self._slots[rows]
+        return slots
 
     def copied(self, pages: Pages) -> npt.NDArray[np.int16]:
         """[n, T]: how many leading positions of each page are in the slot claimed for it, or on their way."""
-        rows = self._rows_of(pages)
-        return np.where(rows[:, None] < 0, np.int16(0), self._copied[rows])
+        copied = np.zeros((len(pages), self._ranks), dtype=np.int16)
+        rows, found = self._rows_of(pages)
+        copied[found] = self._copied[rows]
+        return copied
 
     def put(self, pages: Pages, slots: Slots, copied: npt.NDArray[np.integer]) -> None:
         """Take in slots and positions of some pages, [n, T] each. More may have been copied before."""
-        rows = self._rows_of(pages)
+        rows = self._look_up(pages)
+        self._asked = None
         new = np.flatnonzero(rows < 0)
         first, self._num_rows = self._num_rows, self._num_rows + len(new)
         if self._num_rows > len(self._slots):
@@ -55,6 +62,7 @@ class Claims:
 
     def keep(self, pages: Collection[int]) -> list[Pages]:
         """Forget all other pages. Returns their slots, by rank."""
+        self._asked = None
         gone = self._rows.keys() - pages
         return self._by_rank([self._rows.pop(page) for page in gone])
 
@@ -62,7 +70,15 @@ class Claims:
         """Forget every page. Returns their slots, by rank."""
         return self.keep(())
 
-    def _rows_of(self, pages: Pages) -> Pages:
+    def _rows_of(self, pages: Pages) -> tuple[Pages, npt.NDArray[np.intp]]:
+        """The rows of those pages that have one, and where in `pages` those are."""
+        if self._asked is not pages:  # a plan asks for the same ones again and again
+            rows = self._look_up(pages) if self._rows else np.empty(0, dtype=np.int64)
+            found = np.flatnonzero(rows >= 0)
+            self._asked, self._found = pages, (rows[found], found)
+        return self._found
+
+    def _look_up(self, pages: Pages) -> Pages:
         return np.fromiter(map(self._rows.get, pages.tolist(), repeat(-1)), dtype=np.int64, count=len(pages))
 
     def _by_rank(self, rows: list[int]) -> list[Pages]:

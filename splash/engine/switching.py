@@ -24,7 +24,7 @@ from splash.core.layout import KV, Layout, Projections, check_layout
 from splash.core.memory import ArenaGeometry
 from splash.core.step import StepPlan
 from splash.engine.active import ActiveSwitch
-from splash.engine.ahead import AheadCopies
+from splash.engine.ahead import MANY_PAGES, AheadCopies
 from splash.engine.messages import Run
 from splash.engine.target import (
     Moved,
@@ -36,6 +36,7 @@ from splash.engine.target import (
     staging_shortage,
     with_chains,
 )
+from splash.engine.windows import layers_ahead
 from splash.scheduler.owners import balance_owners
 from splash.scheduler.prefix_cache import PrefixCache
 from splash.scheduler.scheduler import Scheduler
@@ -254,13 +255,17 @@ class Switcher:
 
     def _wait(self, active: ActiveSwitch, reason: str) -> None:
         """Let running requests end, and none begin, until the switch fits. What was copied ahead is given up."""
-        if active.ahead is not None:
-            active.ahead.abandon()
-            active.ahead, active.may_copy_ahead = None, False
+        self._give_up_ahead(active)
         active.commit_next = False
         active.record.status, active.record.reason = "waiting", f"{reason}; admission is held"
         active.record.waited_steps += 1
         self._scheduler.holds_admission = True
+
+    def _give_up_ahead(self, active: ActiveSwitch) -> None:
+        """Go on without what was copied ahead, if anything was."""
+        if active.ahead is not None:
+            active.ahead.abandon()
+            active.ahead, active.may_copy_ahead = None, False
 
     def look_ahead(self, plan: StepPlan) -> CopyAhead | None:
         """Once the step of `plan` has been sent: do what the switch under way needs, while that step runs.
@@ -285,8 +290,7 @@ class Switcher:
         if reason := never_fits(self._scheduler, self._geometry, active.target):
             self._end("refused", reason)
             return
-        layers = 1 if record.asked == "layerwise" else self._geometry.spec.num_layers
-        ahead = AheadCopies(record.id, active.target, self._geometry, self._scheduler.pool, layers)
+        ahead = AheadCopies(record.id, active.target, self._geometry, self._scheduler.pool)
 
         def plan(occupancy: Occupancy, owners: tuple[int, ...]) -> Planned:
             check_room(occupancy, active.target, owners, self._geometry)
@@ -297,7 +301,12 @@ class Switcher:
         except CapacityError as error:
             self._wait(active, str(error))
             return
-        record.reason = ahead.begin(planned)
+        layers = self._geometry.spec.num_layers
+        if record.asked == "layerwise":
+            page_size = self._geometry.page_size
+            num_pages = sum(-(-request.num_computed // page_size) for request in self._scheduler.running)
+            layers = layers_ahead(planned.manifest, self._geometry, num_pages, MANY_PAGES, self.step_bytes)
+        record.reason = ahead.begin(planned, layers)
         if record.reason:
             active.commit_next = True
             return
@@ -385,6 +394,8 @@ class Switcher:
         record = active.record
         if self._is_refused(active):
             return None
+        if active.ahead is not None and active.ahead.streamed:
+            self._give_up_ahead(active)  # only the first layers were copied, and a manifest is for all of them alike
         try:
             planned = self._plan(active)
             validate(planned.manifest, self._geometry, planned.prepared)

@@ -13,7 +13,7 @@ from splash.engine.ahead import AheadCopies
 from splash.scheduler.idle_pages import Chain
 from splash.scheduler.prefix_cache import MOST_TAKEN_ALONG, PrefixCache
 from splash.scheduler.scheduler import Scheduler
-from splash.switch.manifest import Occupancy, Planned, check_fits, page_flags, rank_copies
+from splash.switch.manifest import Occupancy, Planned, check_fits, rank_copies
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,13 +144,14 @@ def pages_after(
         for id, owner in zip(manifest.requests, manifest.owners, strict=True)
         if id >= 0
     }
-    pool = PrefixCache.of_geometry(geometry, target, held.values(), planned.withheld)
-    num_prepared = {id: 0 if ahead is None else ahead.num_prepared(id) for id in held}
+    in_use = None if ahead is None else ahead.slots_after(planned)
+    pool = PrefixCache.of_geometry(geometry, target, held.values(), planned.withheld, in_use, cache.next_id)
+    num_prepared = {id: 0 if ahead is None else ahead.prepared.num(id) for id in held}
     moved = [(before[id], pages, num_prepared[id]) for id, pages in held.items()]
-    pool.inherit(cache, moved, None if ahead is None else ahead.heritage)
+    pool.inherit(cache, moved, None if ahead is None else ahead.prepared.heritage)
     if any(cache.num_idle):
         along = [(chain, planned.tables[-1 - number]) for number, chain in enumerate(chains)]
-        usable = [page_flags(geometry, target, rank) for rank in range(geometry.ranks)]
+        usable = [geometry.page_flags(target, rank).copy() for rank in range(geometry.ranks)]
         for rank, flags in enumerate(usable):
             for table in (*(pages.table.slots_cT for pages in held.values()), *(table for _, table in along)):
                 flags[table[table[:, rank] != NO_SLOT, rank]] = False

@@ -1,12 +1,13 @@
-"""Windows: which of the pages that are left a step plans ahead of a switch."""
+"""Windows: which of the pages that are left a step plans ahead of a switch, and of how many layers they are copied."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+from splash.core.memory import ArenaGeometry
 from splash.core.pages import PageTable
-from splash.switch.manifest import Occupancy
+from splash.switch.manifest import Manifest, Occupancy, rank_copies
 
 
 def cut_out(
@@ -51,6 +52,31 @@ def cut_out(
         first=tuple(begins[index] for index in chosen),
     )
     return rest, chosen
+
+
+def layers_ahead(manifest: Manifest, geometry: ArenaGeometry, num_pages: int, window: int, step_bytes: int) -> int:
+    """How many layers to copy ahead where the step that commits streams the others.
+
+    About as many as the orders have bytes for that it takes to go over all pages anyway; the first at least, which
+    nothing in that step could hide, and not the last.
+
+    Args:
+        manifest: of a first window.
+        geometry: of the arenas.
+        num_pages: pages that requests have written in all.
+        window: the most that an order goes over.
+        step_bytes: the most that a rank copies by an order.
+    """
+    group_bytes = geometry.attention_bytes // geometry.ranks
+    in_all = max(1.0, num_pages / max(len(manifest.source_pT()), 1))
+    layer_bytes = 0.0
+    for rank in range(geometry.ranks):
+        copies = rank_copies(manifest, geometry, rank)
+        own = in_all * len(copies.peer) * geometry.slot_bytes + len(copies.weights) * group_bytes
+        layer_bytes = max(layer_bytes, own)
+    most = max(geometry.spec.num_layers - 1, 1)
+    num_orders = max(-(-num_pages // window), 1)
+    return min(max(round(num_orders * step_bytes / layer_bytes), 1), most) if layer_bytes else most
 
 
 def _shares(

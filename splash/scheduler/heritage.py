@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from splash.core.layout import KV, Layout
+from splash.core.pages import PageTable
 from splash.scheduler.idle_pages import CachedPage
 
 if TYPE_CHECKING:
@@ -29,13 +30,14 @@ class Heritage:
         self.by_key: dict[bytes, dict[int, CachedPage]] = {}
         self.by_id: dict[tuple[int, int], CachedPage] = {}
 
-    def add(self, old_owner: int, owner: int, ids: Sequence[int], slots: Iterable[tuple[int, ...]]) -> list[int]:
+    def add(self, old_owner: int, owner: int, first: int, ids: Sequence[int], table: PageTable) -> list[int]:
         """Take over pages of a request.
 
         Args:
             old_owner, owner: of the request, before and after.
+            first: the number of the first page.
             ids: of the pages.
-            slots: of each page in the target, T each.
+            table: of the request in the target, these pages included.
 
         Returns:
             the ids of those that are known.
@@ -44,7 +46,7 @@ class Heritage:
         if not known_of:
             return []
         old_place, place, known = self._before._place(old_owner), owner if self._by_request else 0, []
-        for id, own in zip(ids, slots, strict=True):
+        for id, own in zip(ids, table.rows(first, first + len(ids)), strict=True):
             old = known_of.get((id, old_place))
             if old is None:
                 continue

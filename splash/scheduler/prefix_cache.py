@@ -64,8 +64,10 @@ class PrefixCache(PagePool):
         resident: Iterable[HeldPages] = (),
         withheld: Sequence[Sequence[int] | np.ndarray] = (),
         border: int = 0,
+        in_use: Sequence[np.ndarray] | None = None,
+        next_id: int | None = None,
     ) -> None:
-        super().__init__(layout, slots, resident, withheld, border)
+        super().__init__(layout, slots, resident, withheld, border, in_use, next_id)
         # Of the pages that have been entered. `_by_key` and `_by_id` are for those who look for any page.
         self._entered_by_key: dict[bytes, dict[int, CachedPage]] = {}
         self._entered_by_id: dict[tuple[int, int], CachedPage] = {}
@@ -281,7 +283,7 @@ class PrefixCache(PagePool):
             held.clear()
         super().free(private)
 
-    def are_free(self, slots: Sequence[Sequence[int]]) -> bool:
+    def are_free(self, slots: Sequence[Sequence[int] | np.ndarray]) -> bool:
         if super().are_free(slots):
             return True
         idle = [set(own.tolist()) for own in self.idle_slots()]
@@ -293,7 +295,7 @@ class PrefixCache(PagePool):
             own[idle] = True
         return flags
 
-    def claim(self, slots: Sequence[Sequence[int]]) -> None:
+    def claim(self, slots: Sequence[Sequence[int] | np.ndarray]) -> None:
         if not super().are_free(slots):
             wanted = [set(own) for own in slots]
             self.evict(lambda page: any(slot in own for slot, own in zip(page.slots, wanted, strict=True)))
@@ -463,11 +465,11 @@ class PrefixCache(PagePool):
                 the heritage.
             heritage: what was taken over ahead of the switch. It is this pool's own from now on.
         """
-        self._next_id, self._clock = max(self._next_id, before._next_id), before._clock
+        self.next_id, self._clock = max(self.next_id, before.next_id), before._clock
         self._releases, self._waits = before._releases, before._waits
         heritage = heritage or Heritage(before, self.layout)
         for old, new, first in moved:
-            heritage.add(old.owner, new.owner, new.ids[first:], new.table.rows(first, len(new)))
+            heritage.add(old.owner, new.owner, first, new.ids[first:], new.table)
         self._entered_by_key, self._entered_by_id = heritage.by_key, heritage.by_id
 
     def adopt(self, survivors: Sequence[CachedPage]) -> None:

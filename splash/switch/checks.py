@@ -13,7 +13,7 @@ from splash.core.layout import LAYOUTS, Projections, parse_layout
 from splash.core.memory import ArenaGeometry
 from splash.core.ownership import State, weight_holders
 from splash.core.step import NO_SLOT
-from splash.switch.manifest import Manifest, living, page_flags, slots_under
+from splash.switch.manifest import Manifest, living, slots_under
 from splash.switch.placement import Flags, slot_flags
 
 Prepared = tuple[tuple[Flags, Flags], ...]
@@ -95,10 +95,10 @@ def _properties(manifest: Manifest, geometry: ArenaGeometry, prepared: Prepared 
         for when, layout, slots in (("before", source, old), ("after", target, new)):
             yield f"pages lie inside the arena {when}, {on_rank}", _all_within(slots, NO_SLOT, geometry.num_slots - 1)
             taken = slot_flags(slots, geometry.num_slots)
-            yield f"no page lies on weights {when}, {on_rank}", not (taken & ~page_flags(geometry, layout, rank)).any()
+            yield f"no page lies on weights {when}, {on_rank}", not (taken & ~geometry.page_flags(layout, rank)).any()
             yield f"no slot has two pages {when}, {on_rank}", taken.sum() == (slots != NO_SLOT).sum()
         yield f"no page will lie where a prepared one will, {on_rank}", not will_lie[new[new != NO_SLOT]].any()
-        occupied, alive = living(old, page_flags(geometry, source, rank))
+        occupied, alive = living(old, geometry.page_flags(source, rank))
         occupied, alive = occupied | lies, alive | lies
         staged = (new != NO_SLOT) & (new != old) & alive[new]
         yield f"what is staged cannot be settled, {on_rank}", not settled[staged, rank].any()

@@ -9,7 +9,7 @@ from splash.core.diff import NO_SOURCE
 from splash.core.layout import parse_layout
 from splash.core.memory import ArenaGeometry
 from splash.core.step import NO_SLOT
-from splash.switch.manifest import Manifest, living, page_flags
+from splash.switch.manifest import Manifest, living
 from splash.switch.placement import Slots
 
 
@@ -39,7 +39,7 @@ def count(manifest: Manifest, geometry: ArenaGeometry, pages: tuple[Slots, Slots
     group_bytes = geometry.attention_bytes // geometry.ranks * geometry.spec.num_layers
     staged = []
     for rank, (own_before, own_after) in enumerate(zip(manifest.source_pT().T, manifest.target_pT().T, strict=True)):
-        _, alive = living(own_before, page_flags(geometry, parse_layout(manifest.source), rank))
+        _, alive = living(own_before, geometry.page_flags(parse_layout(manifest.source), rank))
         copied = (own_after != NO_SLOT) & (own_before != own_after)
         staged.append(int(np.count_nonzero(alive[own_after] & copied)))
     return SwitchCounts(
@@ -55,6 +55,10 @@ def count(manifest: Manifest, geometry: ArenaGeometry, pages: tuple[Slots, Slots
 
 def count_pages(before_pT: Slots, after_pT: Slots) -> tuple[tuple[int, ...], ...]:
     """(kept, fetched, moved, dropped) by rank, of pages that lie in these slots before and after."""
-    held, wanted, elsewhere = before_pT != NO_SLOT, after_pT != NO_SLOT, before_pT != after_pT
-    kinds = (held & wanted & ~elsewhere, wanted & ~held, held & wanted & elsewhere, held & ~wanted)
-    return tuple(tuple(np.count_nonzero(flags, axis=0).tolist()) for flags in kinds)
+    counts = []
+    for before, after in zip(before_pT.T, after_pT.T, strict=True):  # numpy is far slower along rows of a few ranks
+        held, wanted = before != NO_SLOT, after != NO_SLOT
+        flags = (held, wanted, held & wanted, held & (before == after))
+        num_held, num_wanted, num_both, num_kept = (int(np.count_nonzero(own)) for own in flags)
+        counts.append((num_kept, num_wanted - num_both, num_both - num_kept, num_held - num_both))
+    return tuple(zip(*counts, strict=True))

@@ -80,13 +80,14 @@ class Occupancy:
         """By rank, the pages that all claims together want there in `target` with those owners."""
         lengths = self.lengths()
         owners_c = np.repeat(np.array(owners, dtype=np.int64), lengths)
-        page_c = self.page_c()
+        page_c = self.page_c
         claims = page_c * ranks + owners_c if target.kv is KV.REQUEST else page_c
         _, first = np.unique(claims, return_index=True)
         held = page_holders(page_numbers(lengths)[first], owners_c[first], target, ranks)
         wanted: list[int] = np.count_nonzero(held, axis=0).tolist()
         return wanted
 
+    @cached_property
     def page_c(self) -> npt.NDArray[np.int64]:
         """[c] the number of the page that each claim is on."""
         if self.pages is None:
@@ -260,7 +261,7 @@ def rank_copies(manifest: Manifest, geometry: ArenaGeometry, rank: int) -> RankC
         peers = ((group, sources[rank]) for group, sources in enumerate(manifest.weight_sources))
         weights = tuple((group, peer) for group, peer in peers if peer != NO_SOURCE)
     if not manifest.abandonable:
-        occupied, alive = living(before, page_flags(geometry, parse_layout(manifest.source), rank))
+        occupied, alive = living(before, geometry.page_flags(parse_layout(manifest.source), rank))
         staged = alive[after[todo]]
         under_weights = bool(occupied[slots_under(geometry, [group for group, _ in weights])].any())
     return RankCopies(
@@ -279,11 +280,6 @@ def living(written_slots: npt.NDArray[np.integer[Any]], may_hold_pages: Flags) -
     """Two bool [slots] of one rank in the source layout: a written page lies there; that, or weights."""
     occupied = slot_flags(written_slots, len(may_hold_pages))
     return occupied, occupied | ~may_hold_pages
-
-
-def page_flags(geometry: ArenaGeometry, layout: Layout, rank: int) -> Flags:
-    """bool [slots]: the slot of `rank` may hold a page in `layout`."""
-    return slot_flags(geometry.page_slots(layout, rank), geometry.num_slots)
 
 
 def slots_under(geometry: ArenaGeometry, groups: Sequence[int]) -> npt.NDArray[np.intp]:
@@ -347,7 +343,7 @@ def plan_switch(
     tables_cT = np.concatenate([table.slots_cT for table in occupancy.tables] or [np.empty((0, ranks), dtype=np.int32)])
     first = np.array(occupancy.first or (0,) * len(lengths), dtype=np.int64)
     numbers = page_numbers(lengths) + np.repeat(first, lengths)
-    page_ids, page_c = _in_order(occupancy.page_c())
+    page_ids, page_c = _in_order(occupancy.page_c)
     is_shared = len(page_ids) < len(page_c)  # where nothing is, claims are pages
     old_owners = np.repeat(np.array(occupancy.owners, dtype=np.int64), lengths)
     new_owners = np.repeat(np.array(owners, dtype=np.int64), lengths)
@@ -367,7 +363,7 @@ def plan_switch(
     after_pT = np.empty_like(before_pT)
     withheld, abandonable = [], True
     for rank in range(ranks):
-        usable = page_flags(geometry, target, rank)
+        usable = geometry.page_flags(target, rank)
         lies, will_lie = (
             occupancy.prepared[rank] if occupancy.prepared else np.zeros((2, geometry.num_slots), dtype=bool)
         )
@@ -379,7 +375,7 @@ def plan_switch(
         after = np.where(wanted, chosen_pT[:, rank], NO_SLOT).astype(np.int64)
         source = np.full(len(page_ids), ranks, dtype=np.int16)
         source[rows] = pages.fetch_source[:, rank]
-        occupied, alive = living(source_slots[:, rank], page_flags(geometry, occupancy.layout, rank))
+        occupied, alive = living(source_slots[:, rank], geometry.page_flags(occupancy.layout, rank))
         occupied, alive, usable = occupied | lies, alive | lies | will_lie, usable & ~will_lie
         idle = slot_flags(occupancy.idle[rank] if occupancy.idle else before[:0], geometry.num_slots)
         kept_back, overwrites = place(before, after, wanted, source, usable, alive, idle, geometry.num_weight_slots)
@@ -415,7 +411,8 @@ def plan_switch(
         after_cT = np.where(page_holders(numbers, new_owners, target, ranks), after_pT[page_c], np.int32(NO_SLOT))
     tables = {id: after_cT[end - n : end] for id, n, end in zip(occupancy.requests, lengths, ends, strict=True)}
     withheld = [kept_back[: len(kept_back) * abandonable] for kept_back in withheld]
-    return Planned(manifest, page_ids[rows], tables, tuple(withheld), occupancy.prepared)
+    written_ids = page_ids if len(rows) == len(page_ids) else page_ids[rows]
+    return Planned(manifest, written_ids, tables, tuple(withheld), occupancy.prepared)
 
 
 def check_fits(target: Layout, rank: int, num_wanted: int, room: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -61,17 +62,24 @@ def place(
     homeless = np.flatnonzero(wanted & (after == NO_SLOT))
     homeless = homeless[np.argsort(source[homeless], kind="stable")]
     overwrites = False
+    above = np.zeros_like(free)
+    above[border:] = True
     # A slot that is reserved but not written may be overwritten, yet an abandoned switch must find it reserved.
-    above = np.arange(len(free)) >= border
-    unused = free & ~in_use & ~idle
-    tiers = (unused & above, unused & ~above, free & ~in_use & idle, free & in_use & ~alive, free & alive)
+    tiers: tuple[Callable[[], Flags], ...] = (
+        lambda: free & ~in_use & ~idle & above,
+        lambda: free & ~in_use & ~idle & ~above,
+        lambda: free & ~in_use & idle,
+        lambda: free & in_use & ~alive,
+        lambda: free & alive,
+    )
     for candidates in tiers:
-        if len(homeless):
-            slots = _longest_runs_first(candidates, len(homeless))
-            after[homeless[: len(slots)]] = slots
-            free[slots] = False
-            homeless = homeless[len(slots) :]
-            overwrites = candidates is tiers[-1]
+        if not len(homeless):
+            break
+        slots = _longest_runs_first(candidates(), len(homeless))
+        after[homeless[: len(slots)]] = slots
+        free[slots] = False
+        homeless = homeless[len(slots) :]
+        overwrites = candidates is tiers[-1]
     assert not len(homeless)
     return np.flatnonzero(free & in_use), overwrites
 

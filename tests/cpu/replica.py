@@ -64,7 +64,8 @@ class Fault:
 
     Attributes:
         kind: "read" (of `layer`, of a peer's arena or the own one), "manifest", "table", "memory" (no staging buffer),
-            "validate" or "capacity" (while the commit is planned, on every rank alike).
+            "validate" or "capacity" (while the commit is planned, on every rank alike), "unsettled" (what was copied
+            ahead is not all, so that a manifest has to commit).
         rank, layer: where.
     """
 
@@ -81,6 +82,7 @@ class FaultyTransfer(Transfer):
 
     def run(self, first: int = 0, count: int | None = None) -> None:
         end = None if count is None else first + count
+        self._engine.read |= {layer for layer in self._layers[first:end] if layer is not None}
         if self._engine.broken_layer is not None and self._engine.broken_layer in self._layers[first:end]:
             self._engine.failed += 1
             raise OSError("the mapping is gone")
@@ -88,7 +90,10 @@ class FaultyTransfer(Transfer):
 
 
 class FaultyCopies(CopyEngine):
-    """Copies, of which those from one layer of any arena fail while `broken_layer` is set."""
+    """Copies, of which those from one layer of any arena fail while `broken_layer` is set.
+
+    `read` are the layers that were read since it was last cleared.
+    """
 
     def __init__(self, rank: Rank, num_layers: int) -> None:
         self._inner = rank.copies
@@ -98,6 +103,7 @@ class FaultyCopies(CopyEngine):
         }
         self.broken_layer: int | None = None
         self.failed = 0
+        self.read: set[int] = set()
 
     def prepare(
         self, extents: np.ndarray, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
@@ -138,6 +144,7 @@ class Replica:
         self.steps = 0
         self.staged = 0  # pages, and head groups, that commits staged
         self.lossy = 0  # commits that could not be abandoned
+        self.layers: list[tuple[set[int], set[int]]] = []  # by prepared commit, those read ahead and those in its step
         self._answer: tuple[StepOutput | None, Any] | None = None
         self._votes: list[Vote] = []
 
@@ -189,8 +196,15 @@ class Replica:
             self._break_tables()
         if order is not None and self._hits("memory"):
             transfer.LayerCopies = _no_memory
-        self.copies.broken_layer = self.fault.layer if self.fault and self._hits("read") else None
+        # Layers are only streamed where copies are queued, and such reads do not fail.
+        breaks = self.fault is not None and self._hits("read") and run.commit is None
+        self.copies.broken_layer = self.fault.layer if self.fault and breaks else None
+        read_ahead = set(self.copies.read)
+        if not run.copying:
+            self.copies.read.clear()
         output, outcome = self.runner.run(run.plan, order, run.commit, run.copying)
+        if run.commit is not None:
+            self.layers.append((read_ahead, set(self.copies.read)))
         if order is not None and self._hits("memory"):
             transfer.LayerCopies = LayerCopies
         if order is not None and self._hits("table"):
@@ -235,7 +249,10 @@ class Replica:
 
     def _looked_ahead(self, plan: StepPlan) -> CopyAhead | None:
         active = self.switcher._active
-        with self._planning_fails(active is not None and active.ahead is not None):
+        ahead = None if active is None else active.ahead
+        if ahead is not None and self.fault is not None and self.fault.kind == "unsettled":
+            ahead.is_settled = lambda manifest: False  # type: ignore[method-assign]
+        with self._planning_fails(ahead is not None):
             return self.switcher.look_ahead(plan)
 
     @contextmanager
@@ -305,6 +322,7 @@ class Replica:
             "steps": self.steps,
             "staged": self.staged,
             "lossy": self.lossy,
+            "layers": self.layers,
         }
 
     def digests(self, written: Mapping[int, int]) -> dict[str, Any]:

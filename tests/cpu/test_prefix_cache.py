@@ -85,7 +85,7 @@ def test_every_direction_with_shared_pages(llm: LLM, observed: Observed, referen
     client = walk(llm, observed, method, CIRCUIT, JOBS)
     check_client(client, JOBS, reference(JOBS))
     assert llm.engine.stats().prefix_hit_tokens > before
-    shared = [plan for plan, _, _ in observed.plans if len(set(plan.page_c().tolist())) < len(plan.page_c())]
+    shared = [plan for plan, _, _ in observed.plans if len(set(plan.page_c.tolist())) < len(plan.page_c)]
     assert len(shared) > 10, "hardly any switch had shared pages"
 
 

@@ -23,6 +23,8 @@ from splash.switch.orders import SwitchRecord
 from tests.cpu.replica import Job, Limits
 from tests.cpu.switch_cases import CIRCUIT, JOBS, METHODS, PAGE_SIZE, Reference, check, check_walk, jobs_of, run
 
+NUM_LAYERS = 4  # of the model
+
 # -- every direction, every way, through the real engine ---------------------------------------------------------------
 
 
@@ -187,11 +189,17 @@ def test_every_direction(llm: LLM, observed: Observed, reference: Reference, met
     check_client(client, JOBS, reference(JOBS))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_layers_that_are_not_copied_ahead_are_streamed(model: str, reference: Reference, ranks: int) -> None:
-    """A commit layer by layer that was prepared brings the bytes of every direction, cached pages included."""
+@pytest.mark.parametrize(("ranks", "step_bytes", "layers"), [(2, 20_000, {1}), (4, 100_000, {1, 2, 3})])
+def test_layers_that_are_not_copied_ahead_are_streamed(
+    model: str, reference: Reference, ranks: int, step_bytes: int, layers: set[int]
+) -> None:
+    """A commit layer by layer that was prepared brings the bytes of every direction, cached pages included.
+
+    The first layers are read ahead of the step that commits, as many as the orders have bytes for, the others in it,
+    and none twice.
+    """
     jobs = jobs_of((100, 37, 16, 5), (170, 165, 160, 155), seed=3)
-    limits = Limits(max_model_len=400, streams=True, step_bytes=20_000)
+    limits = Limits(max_model_len=400, streams=True, step_bytes=step_bytes)
     arguments = {"hops": CIRCUIT, "method": "layerwise", "jobs": jobs, "limits": limits}
     results = run(model, "walk", ranks, 120, arguments)
     check(results[0], reference(jobs))
@@ -199,6 +207,13 @@ def test_layers_that_are_not_copied_ahead_are_streamed(model: str, reference: Re
     ways = [record["method"] for record in results[0]["records"]]
     assert ways == ["layerwise"] * len(ways)
     assert sum(record["background_steps"] > 0 for record in results[0]["records"]) > 10
+    numbers_ahead = set()
+    for read_ahead, read_in_step in itertools.chain.from_iterable(result["layers"] for result in results):
+        if read_ahead or read_in_step:
+            num_ahead = len(read_ahead)
+            assert read_ahead == set(range(num_ahead)) and read_in_step == set(range(num_ahead, NUM_LAYERS))
+            numbers_ahead.add(num_ahead)
+    assert numbers_ahead == layers
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -98,15 +98,25 @@ def test_a_request_that_comes_during_a_commit_that_fails_fits_the_source(model: 
 
 
 @pytest.mark.parametrize(
-    ("ranks", "num_pages", "seeds"), [(2, 14, (1, 2, 3)), (2, 40, (4, 5)), (4, 14, (6,)), (4, 60, (7,))]
+    ("ranks", "num_pages", "seeds", "streams"),
+    [
+        (2, 14, (1, 2, 3), False),
+        (2, 40, (4, 5), False),
+        (4, 14, (6,), False),
+        (4, 60, (7,), False),
+        (2, 14, (8, 9), True),
+        (2, 40, (10,), True),
+    ],
 )
-def test_random_traffic(model: str, reference: Reference, ranks: int, num_pages: int, seeds: tuple[int, ...]) -> None:
+def test_random_traffic(
+    model: str, reference: Reference, ranks: int, num_pages: int, seeds: tuple[int, ...], streams: bool
+) -> None:
     """Arrivals, aborts, preemptions, switches, cancellations and failed reads in any order."""
     jobs = jobs_of((1, 9, 30, 70, 110, 45), (30, 12, 40, 9, 20, 33), seed=8)
     arguments = {
         "layouts": list(LAYOUTS),
         "jobs": jobs,
-        "limits": Limits(max_num_seqs=6, step_bytes=96 << 10),
+        "limits": Limits(max_num_seqs=6, step_bytes=96 << 10, streams=streams),
         "seeds": seeds,
         "num_actions": 160,
     }
@@ -158,6 +168,18 @@ def test_a_switch_that_fails_leaves_the_source_serving(
         "limits": Limits(),
     }
     check_faults(run(model, "inject", 2, 60, arguments)[0], faults, source, reference(jobs))
+
+
+@pytest.mark.parametrize(("source", "target"), [("dop", "tp"), ("dcp", "cp"), ("dp", "cp")])
+def test_a_prepared_commit_by_layers_that_fails_leaves_the_source_serving(
+    model: str, reference: Reference, source: str, target: str
+) -> None:
+    """Ranks vote on what they could copy ahead, and on how they would read the rest."""
+    faults = [Fault("read", 0, 0), Fault("read", 1, 0), *IDENTITY, Fault("validate")]
+    jobs = jobs_of((70, 33, 20, 45), (24, 28, 20, 26), seed=9)
+    arguments = {"source": source, "target": target, "method": "layerwise", "faults": faults, "jobs": jobs}
+    results = run(model, "inject", 2, 60, {**arguments, "limits": Limits(streams=True)})
+    check_faults(results[0], faults, source, reference(jobs))
 
 
 def test_a_rank_among_four_is_named(model: str, reference: Reference) -> None:
@@ -223,6 +245,20 @@ def test_a_plan_that_does_not_fit_at_the_commit_waits(model: str, reference: Ref
     check(summary, reference(JOBS))
     (record,) = summary["records"]
     assert record["status"] == "committed" and record["waited_steps"] == 1 and summary["layout"] == "dp"
+
+
+@pytest.mark.parametrize(("method", "streams"), [("precopy", False), ("layerwise", True)])
+def test_a_commit_that_was_not_fully_prepared_moves_the_rest(
+    model: str, reference: Reference, method: str, streams: bool
+) -> None:
+    """With a manifest, of all layers: also of those that were to be streamed, of which nothing was copied ahead."""
+    events = [(5, ("fault", Fault("unsettled"))), (5, ("switch", "tp", method)), (5, ("settle",))]
+    arguments = arguments_for("dop", JOBS, [*events, (20, ("drain",))], step_bytes=20_000, streams=streams)
+    summary = run(model, "serve", 2, 60, arguments)[0]
+    check(summary, reference(JOBS))
+    (record,) = summary["records"]
+    assert (record["status"], record["method"], summary["layout"]) == ("committed", method, "tp")
+    assert record["background_steps"] > 0
 
 
 def test_a_failure_to_copy_ahead_concerns_one_switch_only(model: str, reference: Reference) -> None:

@@ -69,8 +69,8 @@ def test_windows_and_the_commit_make_up_the_target_state(data: st.DataObject) ->
     source, target = data.draw(st.permutations(list(LAYOUTS.values())))[:2]
     serving = Serving(source, target, data.draw(st.lists(st.integers(1, 40), min_size=2, max_size=5)))
     serving.step()
-    copies = AheadCopies(1, target, serving.geometry, serving.pool, SPEC.num_layers)
-    reason = copies.begin(copies.plan(serving.occupancy(), serving.occupancy().owners, 0))
+    copies = AheadCopies(1, target, serving.geometry, serving.pool)
+    reason = copies.begin(copies.plan(serving.occupancy(), serving.occupancy().owners, 0), SPEC.num_layers)
     assert not reason, reason
     preparation, may_commit, orders = Preparation(1, RANKS), False, 0
     leaver = data.draw(st.integers(0, len(serving.held) - 1))
@@ -78,6 +78,7 @@ def test_windows_and_the_commit_make_up_the_target_state(data: st.DataObject) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ahead, "MANY_PAGES", 3)
         patch.setattr(ahead, "FEW_PAGES", 2)
+        patch.setattr(ahead, "LAST_PAGES", data.draw(st.sampled_from([0, 6, 512])))
         while not may_commit:
             full = tuple(written // PAGE for written in serving.written.values())
             serving.step()
@@ -109,6 +110,7 @@ def test_windows_and_the_commit_make_up_the_target_state(data: st.DataObject) ->
             own = set(slots[slots != NO_SLOT].tolist())
             assert not own & taken[rank] and own <= set(serving.geometry.page_slots(target, rank).tolist())
             taken[rank] |= own
+    assert [set(slots.tolist()) for slots in copies.slots_after(planned)] == taken
     kept_and_fetched = [a + b + c for a, b, c in zip(*list_of_counts(copies, planned), strict=True)]
     assert kept_and_fetched == [len(slots) for slots in taken]
     copies.abandon()
@@ -190,9 +192,9 @@ def test_pages_that_are_shared_or_cached_arrive_wherever_they_are_wanted(data: s
         claims.add(id, data.draw(owner), data.draw(st.integers(1, 40)), model, data.draw(st.integers(1, 9)))
     joins_at, joiner = data.draw(st.integers(0, 5)), data.draw(owner)
     cached_from = data.draw(st.integers(0, 5))
-    copies = AheadCopies(1, target, claims.geometry, claims.pool, SPEC.num_layers)
+    copies = AheadCopies(1, target, claims.geometry, claims.pool)
     wanted = tuple(claims.wanted.values())
-    assert not copies.begin(copies.plan(claims.occupancy(), wanted, 0))
+    assert not copies.begin(copies.plan(claims.occupancy(), wanted, 0), SPEC.num_layers)
     preparation, may_commit, orders = Preparation(1, RANKS), False, 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ahead, "MANY_PAGES", 3)
@@ -231,13 +233,24 @@ def test_pages_that_are_shared_or_cached_arrive_wherever_they_are_wanted(data: s
                 if slot != NO_SLOT:
                     assert claims.content[rank, slot] == page, "another page lies there"
                     assert lies[rank].setdefault(page, slot) == slot, "a page has one slot on a rank"
+    counts = copies.count(planned)
+    for rank, after in enumerate(lies):
+        tables = [(held.table.slots_cT[:, rank].tolist(), held.ids) for held in claims.held.values()]
+        before = {page: slot for slots, ids in tables for slot, page in zip(slots, ids, strict=True) if slot != NO_SLOT}
+        both = before.keys() & after.keys()
+        kept = sum(before[page] == after[page] for page in both)
+        expected = kept, len(after) - len(both), len(both) - kept, len(before) - len(both)
+        assert (counts.kept[rank], counts.fetched[rank], counts.moved[rank], counts.dropped[rank]) == expected
+    of_requests = np.concatenate([slots_cT for id, slots_cT in planned.tables.items() if id >= 0])
+    for slots, own in zip(copies.slots_after(planned), of_requests.T, strict=True):
+        assert slots.tolist() == np.unique(own[own != NO_SLOT]).tolist()
 
 
 def test_a_rank_whose_table_is_another_does_not_agree() -> None:
     serving = Serving(LAYOUTS["tp"], LAYOUTS["dop"], [20])
     serving.step()
-    copies = AheadCopies(1, serving.target, serving.geometry, serving.pool, SPEC.num_layers)
-    assert not copies.begin(copies.plan(serving.occupancy(), (0,), 0))
+    copies = AheadCopies(1, serving.target, serving.geometry, serving.pool)
+    assert not copies.begin(copies.plan(serving.occupancy(), (0,), 0), SPEC.num_layers)
     order, _ = copies.next(serving.occupancy(), (0,), (5,), 0, step_bytes=1 << 20)
     assert order is not None and order.prepared
     manifest = copies.plan(serving.occupancy(), (0,), 0).manifest

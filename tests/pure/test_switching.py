@@ -57,7 +57,7 @@ def target_state(
         assert request.held is not None
         old, new = request.held, held[request.id]
         first = rng.randint(0, len(new))
-        known = heritage.add(old.owner, new.owner, new.ids[:first], new.table.rows(0, first))
+        known = heritage.add(old.owner, new.owner, 0, new.ids[:first], new.table)
         if rng.random() < 0.3:
             heritage.remove(new.owner, known)
             first = 0
