@@ -230,7 +230,9 @@ def load_calibration(path: str | Path) -> Calibration:
     try:
         return msgspec.json.decode(text, type=Calibration)
     except msgspec.DecodeError as error:  # malformed, of wrong types, or refused by Costs
-        raise ConfigError("hardware.calibration", f"{path} is no calibration: {error}") from None
+        raise ConfigError(
+            "hardware.calibration", f"{path} is no calibration: {error} (python -m splash.calibrate writes it anew)"
+        ) from None
 
 
 def save_calibration(path: str | Path, calibration: Calibration) -> None:
