@@ -267,9 +267,12 @@ def test_longer_contexts_and_more_requests_never_cost_less(model: CostModel, loa
     longer = StepLoad.of_arrays(load.owner_q, load.rows_q, load.start_q + more * 512, 8, load.num_sampled)
     owners, rows, starts = np.append(load.owner_q, 0), np.append(load.rows_q, 1), np.append(load.start_q, more)
     further = StepLoad.of_arrays(owners, rows, starts, 8, load.num_sampled)
+    # Chunks that become too much for a graph are no longer taken apart, which may be quicker where launches are cheap.
+    alike = {other for other in (longer, further) if model.runs_as_graph(other) == model.runs_as_graph(load)}
     for layout, cost in before.items():
-        assert model.step(layout, longer).seconds >= cost.seconds * (1 - 1e-6)  # what is chosen may lie more evenly
-        assert model.step(layout, further).seconds >= cost.seconds * (1 - 1e-9)
+        # What a sparse indexer chooses of a longer context may lie more evenly.
+        assert longer not in alike or model.step(layout, longer).seconds >= cost.seconds * (1 - 1e-6)
+        assert further not in alike or model.step(layout, further).seconds >= cost.seconds * (1 - 1e-9)
 
 
 @settings(max_examples=60)
