@@ -14,10 +14,10 @@ import json
 import os
 import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+
+from perf.ranks import rank_zero
 
 SIZES = (64, 4 << 10, 64 << 10, 1 << 20)
 OPERATIONS = ("barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -34,26 +34,8 @@ def measure(ranks: int, collectives: str, iterations: int) -> dict[str, float]:
     spec = ModelSpec("bench", 1, 8, 8, 2, None, 8, 4, 2, 4, 8, 1, 64, 1e-6, RopeSpec())
     host = CpuPlatform(collectives)
     handle = host.create_group(ranks, 1, ArenaGeometry(spec, kv_format(spec, "float32"), 16, 4, ranks, 64))
-    group = json.dumps(dict(handle.info))
-    options = ["--iterations", str(iterations)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "perf.collectives", *options, "--rank", str(rank), "--group", group],
-            pass_fds=handle.fds,
-            env={**os.environ, **host.rank_environment(ranks)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-        handle.close()
-    result: dict[str, float] = json.loads(outputs[0])
+    printed = rank_zero("collectives", ["--iterations", str(iterations)], host, handle, ranks, TIMEOUT_S)
+    result: dict[str, float] = json.loads(printed)
     return result
 
 

@@ -14,9 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -28,6 +26,7 @@ import numpy as np
 import torch
 
 from perf.common import report
+from perf.ranks import rank_zero
 from splash.core.layout import LAYOUTS, Layout
 from splash.core.memory import ArenaGeometry
 from splash.core.pages import HeldPages, PagePool, PageTable
@@ -41,6 +40,7 @@ from splash.switch.counts import count
 from splash.switch.manifest import Occupancy, plan_switch, rank_copies
 from splash.switch.transfer import LayerCopies
 
+TIMEOUT_S = 300.0
 REPEATS = 7
 WARM_UP = 2
 CEILING_BYTES = 256 << 20
@@ -214,21 +214,9 @@ def run_ranks(args: argparse.Namespace) -> dict[str, Any]:
     platform = registry.require(args.hardware)
     geometry = geometry_of(args)
     handle = platform.create_group(args.ranks, geometry.spec.num_layers, geometry)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "perf.primitives", *sys.argv[1:], "--rank", str(rank), "--group",
-             json.dumps(dict(handle.info))],
-            pass_fds=handle.fds,
-            env={**os.environ, **platform.rank_environment(args.ranks)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(args.ranks)
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=300)[0] for process in processes]
-    handle.close()
-    assert not any(process.returncode for process in processes), "a rank failed"
-    measured: dict[str, Any] = json.loads(outputs[0])
+    measured: dict[str, Any] = json.loads(
+        rank_zero("primitives", sys.argv[1:], platform, handle, args.ranks, TIMEOUT_S)
+    )
     return measured
 
 

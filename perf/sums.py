@@ -15,8 +15,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ import torch
 
 from perf.common import report
 from perf.gpu import DTYPE, HAS_GPU, one_time, recorded, rounded, show
+from perf.ranks import rank_zero
 from splash.core.memory import ArenaGeometry
 from splash.core.spec import ModelSpec, RopeSpec, kv_format
 from splash.platform.base import Arenas, Communicator, Platform, Rank
@@ -50,27 +49,8 @@ def spawn(ranks: int, options: Sequence[str]) -> list[dict[str, Any]]:
     """Rows that rank 0 of a fresh group measures."""
     platform: Platform = get_platform("cuda" if HAS_GPU else "cpu")
     handle = platform.create_group(ranks, 1, geometry(ranks), "triton" if HAS_GPU else "auto")
-    group = json.dumps(dict(handle.info))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "perf.sums", *options, "--rank", str(rank), "--group", group],
-            pass_fds=handle.fds,
-            env={**os.environ, **platform.rank_environment(ranks)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-        handle.close()
-    if any(process.returncode for process in processes):
-        raise SystemExit(f"ranks ended with {[process.returncode for process in processes]}")
-    rows: list[dict[str, Any]] = json.loads(outputs[0].splitlines()[-1])
+    printed = rank_zero("sums", options, platform, handle, ranks, TIMEOUT_S)
+    rows: list[dict[str, Any]] = json.loads(printed.splitlines()[-1])
     return rows
 
 

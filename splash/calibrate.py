@@ -257,7 +257,7 @@ def measure_steps(
             "empty": bench.measure(layout, StepLoad.of_arrays([], [], [], ranks), 30),
             "one": bench.measure(layout, StepLoad.decode(1, settings.page_size, ranks), 30),
             "many": bench.measure(layout, StepLoad.decode(BATCH, settings.page_size, ranks), 20),
-            "short": bench.measure(layout, _unrecorded(ranks), 20),
+            "short": bench.measure(layout, _unrecorded(ranks), 5),
         }
 
 

@@ -22,6 +22,7 @@ from splash.layouts.rows import NO_QUERY, StepRows
 from splash.model.transformer import Transformer
 from splash.platform.base import Graph, Graphs, Rank
 from splash.platform.host_copies import upload
+from splash.scheduler.load import chunk_pairs
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, REPLAYED_ROWS)
 
@@ -156,7 +157,7 @@ class DecodeGraphs:
         lengths = [len(query.tokens) for query in plan.queries]
         if max(lengths) == 1 or sum(lengths) > self._buckets[-1] or any(query.score for query in plan.queries):
             return False
-        keys = [rows * query.start + rows * (rows + 1) // 2 for rows, query in zip(lengths, plan.queries, strict=True)]
+        keys = [chunk_pairs(rows, query.start) for rows, query in zip(lengths, plan.queries, strict=True)]
         return sum(keys) <= REPLAYED_KEYS
 
     def fits(self, rows: StepRows) -> bool:

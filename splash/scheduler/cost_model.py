@@ -250,6 +250,10 @@ class CostModel:
             return False
         return load.num_rows <= self.graph_rows
 
+    def replays_all_layers(self, load: StepLoad) -> bool:
+        """Whether such a step waits for all layers of a layer-wise switch. With chunks it runs layer by layer."""
+        return self.stages.costs.launch_us > 0 and not load.num_chunks and self.runs_as_graph(load)
+
     def _launch(self, is_graph: bool, ops: int, device: float) -> float:
         """Operations take some time however small; without a graph, the host may be slower than the device."""
         costs = self.stages.costs

@@ -120,7 +120,7 @@ def _cost(
     layer_s = begin + pages_s + weights_s
 
     exposed, background, steps, slowdown = costs.switch_us * MICRO, 0.0, 0, 1.0
-    waits_for_all = costs.launch_us > 0 and not load.num_chunks and model.runs_as_graph(load)
+    waits_for_all = model.replays_all_layers(load)
     if moves and (method == "blocking" or (method == "layerwise" and waits_for_all)):
         exposed += num_layers * layer_s
     elif moves and method == "layerwise":
