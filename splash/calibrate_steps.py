@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -65,7 +66,10 @@ class StepBench:
             step_timeout_s=timeout_s,
         )
         directory = model.name if model.path is None else str(resolve_model_path(model.path))
-        self._group = LocalGroup(config, directory, contents, platform, ranks, self.geometry)
+        self._group = LocalGroup(
+            config, directory, contents, platform, ranks, self.geometry, async_scheduling=platform.is_queued
+        )
+        self._runs_ahead = platform.is_queued
         self._group.start(spec.max_position_embeddings)
         self._draw = np.random.default_rng(0)
         self._step = 0
@@ -90,7 +94,10 @@ class StepBench:
         ]
 
     def measure(self, layout: Layout, load: StepLoad, repeats: int = 5) -> float:
-        """Median seconds of the step of `load` in `layout`, from sending it to its output; the first is left out.
+        """Median seconds of the step of `load` in `layout`; the first is left out.
+
+        As in the engine: between two answers where steps are queued on a device, each sent while the one before it
+        runs; else from sending a step to its answer.
 
         Raises:
             WorkerError: a rank died, failed or hung.
@@ -98,21 +105,26 @@ class StepBench:
         check_layout(layout, self.geometry.spec.num_heads, self.geometry.ranks)
         queries, new = self._queries(layout, load)
         bare = [Query(q.request, q.start, q.tokens, q.owner, q.sample) for q in queries]
-        self._run(layout, queries, new)
-        times = []
-        for _ in range(repeats):
-            started = time.perf_counter()
-            self._run(layout, bare, ())
-            times.append(time.perf_counter() - started)
+        times, sent, answered = [], deque([self._submit(layout, queries, new)]), 0.0
+        for to_send in range(repeats, -1, -1):
+            if to_send and self._runs_ahead:
+                sent.append(self._submit(layout, bare, ()))
+            self._group.collect()
+            before, answered = answered, time.perf_counter()
+            times.append(answered - max(before, sent.popleft()))
+            if to_send and not self._runs_ahead:
+                sent.append(self._submit(layout, bare, ()))
         self._release = tuple(query.request for query in queries)
-        return statistics.median(times)
+        return statistics.median(times[1:])
 
-    def _run(self, layout: Layout, queries: Sequence[Query], new: Sequence[NewRequest]) -> None:
+    def _submit(self, layout: Layout, queries: Sequence[Query], new: Sequence[NewRequest]) -> float:
+        """Send a step, and say when."""
         plan = StepPlan(self._step, 0, layout.name, tuple(queries), tuple(new), self._release, self._release)
         self._step += 1
         self._release = ()
+        now = time.perf_counter()
         self._group.submit(Run(plan))
-        self._group.collect()
+        return now
 
     def _queries(self, layout: Layout, load: StepLoad) -> tuple[list[Query], list[NewRequest]]:
         geometry = self.geometry

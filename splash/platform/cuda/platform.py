@@ -38,6 +38,9 @@ CONTEXT_BYTES = 1 << 30  # of a process: CUDA's own, kernels and libraries
 # Sums that a kernel of our own makes: the longest, and what a program takes of it. A rank reads all its peers' inputs.
 SUM_PARTS = {256 << 10: 4096, 2 << 20: 16384}
 SUM_READ_BYTES = 2 << 20
+# How many times as long as it has to work queued on a device waits for a peer. None of it can say who is missing, but
+# ends the process; before that the launcher, which knows who is behind, has given up and said so.
+PATIENCE = 2
 
 
 class CudaPlatform(Platform):
@@ -165,8 +168,8 @@ class CudaPlatform(Platform):
         is_apart = len(set(devices)) == ranks > 1
         comm: Communicator
         if is_apart:
-            nccl = NcclCommunicator(host, info["nccl_fd"], device, timeout_s)
-            comm = _with_short_sums(nccl, host, devices, timeout_s)
+            nccl = NcclCommunicator(host, info["nccl_fd"], device, timeout_s * PATIENCE)
+            comm = _with_short_sums(nccl, host, devices, timeout_s * PATIENCE)
         else:
             comm = StagedCommunicator(host, device)
         backends = _backends(info["attention"], device)
