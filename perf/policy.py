@@ -6,12 +6,12 @@
         load_format=dummy dtype=bfloat16 ranks=2 kv_cache_gib=16 max_batched_tokens=4096
 
 Options without dashes are those of `python -m splash.serve`. The workloads are those of conf/workload in the size of
-the model that ships with SPLASH; `--load` multiplies how many requests come. A contender is an engine in one layout, or
-with a policy that starts from the first layout. In a round all of them serve the whole workload, in slices of `--slice`
-seconds, each by a clock of its own (`perf.slices`): a machine that others share as well is slower now and faster then
-by more than layouts differ. `--slice 0` lets one after another serve all of it, where memory does not suffice for all.
-They are compared by the tokens a second of the whole workload, prompts included. Figures are medians over the rounds,
-and ratios medians of the rounds' ratios.
+the model that ships with SPLASH; `--load` multiplies how many requests come, `--workload-option` sets more. A contender
+is an engine in one layout, or with a policy that starts from the first layout. In a round all of them serve the whole
+workload, in slices of `--slice` seconds, each by a clock of its own (`perf.slices`): a machine that others share as
+well is slower now and faster then by more than layouts differ. `--slice 0` lets one after another serve all of it,
+where memory does not suffice for all. They are compared by the tokens a second of the whole workload, prompts included.
+Figures are medians over the rounds, and ratios medians of the rounds' ratios.
 
 The ceiling beside them is a clairvoyant that never pays for a switch: every stretch of the work, by tokens served, in
 the time of the fixed layout that was fastest over it. The requests do not say how long their answers will be: they may
@@ -33,6 +33,7 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ from splash.engine.engine import Engine
 from splash.engine.simulated import SimulationConfig, simulate
 from splash.machine import describe
 from splash.model.config import ModelConfig, load_model_config, parse_model_config
-from splash.platform.registry import detect, require
+from splash.platform.registry import detect, get_platform, require
 from splash.scheduler.policy import KINDS, PolicyConfig
 from splash.serve import read_options
 from splash.sweep.served import clairvoyant_s
@@ -75,10 +76,10 @@ class Recipe:
     counts: dict[str, int]
     rest: tuple[str, ...]
 
-    def requests(self, name: str, factor: int) -> Requests:
-        """The requests, `factor` times as many."""
-        counts = [f"workload.{key}={count * factor}" for key, count in self.counts.items()]
-        return load(name, [*counts, *(f"workload.{option}" for option in self.rest)]).requests()
+    def requests(self, name: str, factor: int, options: Sequence[str]) -> Requests:
+        """The requests, `factor` times as many, with further overrides."""
+        counts = [f"{key}={count * factor}" for key, count in self.counts.items()]
+        return load(name, [f"workload.{option}" for option in (*counts, *self.rest, *options)]).requests()
 
 
 # Many short generations, which leave a few that are ten times as long.
@@ -218,7 +219,7 @@ def in_turn(names: list[str], number: int, rounds: int) -> list[str]:
 
 def compare(args: argparse.Namespace, name: str, busy: list[float]) -> dict[str, Any]:
     """All contenders through one workload, `args.repeats` rounds."""
-    requests = WORKLOADS[name].requests(name, args.load)
+    requests = WORKLOADS[name].requests(name, args.load, args.workload_option)
     turns: dict[str, list[Turn]] = {}
     for number in range(args.repeats):
         names = in_turn(list(args.contenders), number, args.repeats)
@@ -281,7 +282,8 @@ def settings(args: argparse.Namespace) -> tuple[EngineConfig, ModelConfig]:
         if option in given:
             raise ConfigError(option, "is what is compared; --policy chooses the policy")
     _, config = read_options([*(each for each in ENGINE if each.partition("=")[0] not in given), *args.options])
-    platform = require(config.hardware) if config.hardware else detect()
+    find = get_platform if args.simulate else require  # simulated, it need not be here
+    platform = find(config.hardware) if config.hardware else detect()
     ranks = config.ranks or platform.default_ranks()
     hardware = config.description or describe(platform)
     if args.calibration != "described":
@@ -304,6 +306,9 @@ def main() -> int:
     parser.add_argument("--calibration", default="measure", help="measure, described, or a file of splash.calibrate")
     parser.add_argument("--workloads", default=",".join(COMPARED), help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--load", type=int, default=1, help="how many times as many requests")
+    parser.add_argument(
+        "--workload-option", action="append", default=[], help="of the workloads, as in output.average=640; repeatable"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="rounds in which every contender has a turn")
     parser.add_argument("--slice", type=float, default=0.25, help="seconds; 0: the whole workload, one after another")
     parser.add_argument("--simulate", action="store_true", help="in the place of serving, once each")
@@ -336,7 +341,16 @@ def main() -> int:
     result = {
         **{
             option: getattr(args, option)
-            for option in ("options", "policy", "calibration", "load", "repeats", "slice", "simulate")
+            for option in (
+                "options",
+                "policy",
+                "calibration",
+                "load",
+                "workload_option",
+                "repeats",
+                "slice",
+                "simulate",
+            )
         },
         "model": args.config.model,
         "ranks": args.config.ranks,

@@ -64,7 +64,8 @@ class EngineConfig:
             `mem_fraction` leaves, or 1 GiB on the CPU.
         prefix_cache: requests that begin alike share the pages of what they have in common.
         switch_staging_mib: most memory a rank for staging one layer of a switch, in MiB.
-        switch_copy_mib: most that a rank copies ahead of a switch after one step, in MiB.
+        switch_copy_mib: most that a rank copies ahead of a switch after one step, in MiB. None takes what suits the
+            platform.
         policy: how the layout is chosen while serving.
         description: of the ranks' devices, with the costs that the cost policy predicts from; else None will do.
         step_timeout_s: a step that takes longer counts as hung.
@@ -95,7 +96,7 @@ class EngineConfig:
     kv_cache_gib: float | None = None
     prefix_cache: bool = True
     switch_staging_mib: float = 256.0
-    switch_copy_mib: float = 2.0
+    switch_copy_mib: float | None = None
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     description: Hardware | None = None
     step_timeout_s: float = 120.0
@@ -115,7 +116,7 @@ class EngineConfig:
             ("mem_fraction", 0 < self.mem_fraction <= 1, "above 0 and at most 1"),
             ("kv_cache_gib", self.kv_cache_gib is None or self.kv_cache_gib > 0, "above 0"),
             ("switch_staging_mib", self.switch_staging_mib >= 0, "at least 0"),
-            ("switch_copy_mib", self.switch_copy_mib > 0, "above 0"),
+            ("switch_copy_mib", self.switch_copy_mib is None or self.switch_copy_mib > 0, "above 0"),
             ("step_timeout_s", self.step_timeout_s > 0, "above 0"),
             ("max_restarts", self.max_restarts >= 0, "at least 0"),
             ("restart_window_s", self.restart_window_s > 0, "above 0"),

@@ -171,7 +171,8 @@ class Engine:
             ),
             pool,
         )
-        staging_bytes, step_bytes = int(config.switch_staging_mib * MIB), int(config.switch_copy_mib * MIB)
+        copy_mib = self._platform.copy_mib if config.switch_copy_mib is None else config.switch_copy_mib
+        staging_bytes, step_bytes = int(config.switch_staging_mib * MIB), int(copy_mib * MIB)
         policy = self._policy(
             config, Limits(geometry, config.max_num_seqs, config.max_batched_tokens, staging_bytes, step_bytes)
         )

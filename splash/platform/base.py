@@ -389,10 +389,12 @@ class Platform(ABC):
     Attributes:
         name: what it is called in configurations.
         is_queued: work is queued on a device: a rank's host goes on while it runs, and what it queues next is in order.
+        copy_mib: that a rank copies ahead of a switch behind one step, in MiB: little beside what a step takes.
     """
 
     name: str
     is_queued: bool
+    copy_mib: float
 
     @abstractmethod
     def availability(self) -> Availability:

@@ -33,6 +33,7 @@ class CpuPlatform(Platform):
 
     name = "cpu"
     is_queued = False
+    copy_mib = 2.0
 
     def __init__(self, collectives: host_collectives.Kind | None = None) -> None:
         self._collectives = collectives or host_collectives.default_kind()

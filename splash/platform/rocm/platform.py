@@ -23,6 +23,7 @@ class RocmPlatform(Platform):
 
     name = "rocm"
     is_queued = True
+    copy_mib = 768.0
 
     def availability(self) -> Availability:
         missing = self._missing()
