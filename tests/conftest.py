@@ -64,7 +64,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what needs a browser or hardware that is not here. torch is asked only when a test wants hardware."""
+    """Skip what needs a browser or hardware that is not here. torch is asked only when a test wants hardware.
+
+    Slow tests come first, so that no process is left with them when the others have nothing more to do.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if find_chromium() is None:
         for item in items:
             if item.get_closest_marker("browser"):
