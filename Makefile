@@ -1,7 +1,9 @@
-# make serve ARGS="layout=dop ranks=4"    make test ARGS="-k layouts"    make check
+# make serve ARGS="layout=dop ranks=4"    make test ARGS="-k layouts"    make test JOBS=0    make check
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+# Processes that share the tests, each a file at a time; 0: this one alone.
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -22,7 +24,7 @@ serve: $(VENV)/.installed
 	@exec $(BIN)/python -m splash.serve $(ARGS)
 
 test: $(VENV)/.installed-dev
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 check: $(VENV)/.installed-dev
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/check

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads: ranks share few cores, and threads would fight
 
@@ -20,6 +21,9 @@ from hypothesis import HealthCheck, settings
 
 from tests.browser import find_chromium
 
+if TYPE_CHECKING:
+    from xdist.scheduler import LoadScopeScheduling
+
 settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True, database=None, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
@@ -33,6 +37,25 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    """Under `pytest -n`: files go whole to whichever process is free, in order, so that small ones fill up the end.
+
+    What runs on a GPU goes to one process, since tests there look at the memory that is left.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    on_gpu = () if os.environ.get("TRITON_INTERPRET") == "1" else ("tests/gpu/", "tests/triton/")
+
+    class WholeFiles(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "on the GPU" if file.startswith(on_gpu) else file
+
+    config.option.loadscopereorder = False
+    return WholeFiles(config, log)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the soak."""
     group = parser.getgroup("soak")
@@ -41,7 +64,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what needs a browser or hardware that is not here. torch is asked only when a test wants hardware."""
+    """Skip what needs a browser or hardware that is not here. torch is asked only when a test wants hardware.
+
+    Slow tests come first, so that no process is left with them when the others have nothing more to do.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if find_chromium() is None:
         for item in items:
             if item.get_closest_marker("browser"):
