@@ -14,7 +14,8 @@ from splash.core.layout import CP, DCP, DOP, DP, KV, LAYOUTS, TP, Layout
 from splash.core.pages import HeldPages
 from splash.scheduler.chunks import MAX_UNFINISHED, share_rows
 from splash.scheduler.prefix_cache import PrefixCache
-from splash.scheduler.scheduler import LOOK_AHEAD, Scheduler
+from splash.scheduler.scheduler import Scheduler
+from splash.scheduler.service import LOOK_AHEAD
 from tests.pure.test_scheduler import VOCABULARY, FakeGroup, drain, greedy, make
 
 PROMPTS = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 200) | st.integers(1, 8)), max_size=12)
