@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from splash.core.step import StepPlan
+from splash.core.step import NewRequest, StepPlan
 from splash.scheduler.load import StepLoad
-from splash.scheduler.request import Progress
+from splash.scheduler.request import Progress, Request
 from splash.scheduler.scheduler import Scheduler
 
 Floats = npt.NDArray[np.float64]
@@ -81,36 +81,34 @@ class Recorder:
 
     def planned(self, plan: StepPlan, load: StepLoad, now: float, seconds: float) -> None:
         """A step begins at `now` and takes so many seconds."""
-        for new in plan.new:
-            self.admissions.append(new.id)
-            self.admitted_s[new.id] = now
-            self._without_token.add(new.id)
+        self.admitted(plan.new, now)
         if len(plan.released) > len(plan.finished):
             finished = set(plan.finished)
             for request in plan.released:
                 if request not in finished:
                     self.preemptions.append((plan.step, request))
                     self.num_preempted[request] += 1
-        self.began(plan.layout, load, seconds)
+        self.began(plan.layout, load.num_queries, load.num_rows, seconds)
 
-    def began(self, layout: str, load: StepLoad, seconds: float) -> None:
-        """A step of such a load begins. `planned` counts it itself."""
-        count = len(load.rows_q)
+    def admitted(self, requests: Iterable[NewRequest | Request], now: float) -> None:
+        """Requests have their first rows in the step that begins at `now`. `planned` counts them itself."""
+        for request in requests:
+            self.admissions.append(request.id)
+            self.admitted_s[request.id] = now
+            self._without_token.add(request.id)
+
+    def began(self, layout: str, num_queries: int, num_rows: int, seconds: float) -> None:
+        """A step begins. `planned` counts it itself."""
         self.steps += 1
-        self.request_steps += count
-        if count > self.peak_running:
-            self.peak_running = count
+        self.request_steps += num_queries
+        if num_queries > self.peak_running:
+            self.peak_running = num_queries
         self.layout_seconds[layout] = self.layout_seconds.get(layout, 0.0) + seconds
-        self._rows += load.num_rows
+        self._rows += num_rows
 
-    def decoded(self, load: StepLoad) -> None:
-        """A step has ended in which every query brought a token, none the first or the last."""
-        self._outputs += load.num_rows
-
-    @property
-    def waits_for_tokens(self) -> bool:
-        """Whether a request that runs has no token yet."""
-        return bool(self._without_token)
+    def decoded(self, num_tokens: int) -> None:
+        """A step has brought so many tokens that are neither the first nor the last of a request."""
+        self._outputs += num_tokens
 
     def progressed(self, progress: Sequence[Progress], now: float) -> list[int]:
         """A step has ended at `now`. Returns the requests that have finished."""

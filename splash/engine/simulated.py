@@ -30,13 +30,13 @@ from splash.engine.recorder import Recorder, TimelineRow
 from splash.engine.virtual import END_TOKEN, TOKEN, SimulatedExecutor, VirtualClock
 from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.cost_model import CostModel
-from splash.scheduler.decode_run import DecodeRun
 from splash.scheduler.decode_times import DecodeTimes
 from splash.scheduler.load import StepLoad
 from splash.scheduler.policies import make_policy
 from splash.scheduler.policy import Limits, PolicyConfig
 from splash.scheduler.prefix_cache import PrefixCache
 from splash.scheduler.scheduler import Scheduler
+from splash.scheduler.step_run import StepRun
 from splash.switch.orders import SwitchRecord
 from splash.workload import Feed, Requests
 
@@ -47,6 +47,7 @@ MIB = 1 << 20
 BOUNDLESS = 1 << 62  # bytes
 KEYED_TOGETHER = 1024  # requests whose page keys are made at once
 KEY_BYTES = 8
+STEPS_AT_ONCE = 1024  # at most, so that callers may look now and then
 
 
 @dataclass(frozen=True)
@@ -210,8 +211,7 @@ class Simulation:
     Args:
         config: what serves.
         requests: the workload.
-        every_step: let the scheduler plan every step, instead of taking those that only decode in one go. The result is
-            the same.
+        every_step: let the scheduler plan every step, instead of taking most without a plan. The result is the same.
 
     Attributes:
         clock: the virtual time.
@@ -277,8 +277,8 @@ class Simulation:
     def step(self, limit_s: float = math.inf) -> bool:
         """Let requests arrive, then finish the step in flight and begin the next. False where all have finished.
 
-        Steps that only decode are taken in one go until something else is to happen, or the time has come to
-        `limit_s`: see `splash.scheduler.decode_run`.
+        Some steps are taken in one go, without plans, until one takes a plan or the time has come to `limit_s`: see
+        `splash.scheduler.step_run`.
         """
         feed, loop = self._feed, self.loop
         if not loop.has_work and feed.next_time() > self.clock.now:
@@ -288,8 +288,8 @@ class Simulation:
         self._let_arrive()
         for request in self.recorder.progressed(loop.finish(), self.clock.now):
             self._end(request)
-        if not (self._every_step or loop.switcher.active is not None or self.recorder.waits_for_tokens):
-            self._decode(min(limit_s, loop.steering.next_s))
+        if not (self._every_step or loop.switcher.active is not None):
+            self._run(min(limit_s, loop.steering.next_s))
         loop.begin()
         if self._copy_bytes is None:
             loop.switcher.step_bytes = self._executor.copy_bytes
@@ -297,25 +297,35 @@ class Simulation:
             self.recorder.sample(self.clock.now, loop.layout)
         return True
 
-    def _decode(self, until_s: float) -> None:
-        """Take the steps that end before anything but decoding happens, and that begin before `until_s`."""
-        clock, recorder, feed = self.clock, self.recorder, self._feed
-        layout, run = self.loop.switcher.layout, DecodeRun(self.loop.scheduler, TOKEN, self._total_tokens)
-        if not run.left or clock.now >= until_s:
+    def _run(self, until_s: float) -> None:
+        """Take some steps that begin before `until_s`, as long as they take no plan."""
+        clock, recorder, feed, steering = self.clock, self.recorder, self._feed, self.loop.steering
+        if clock.now >= until_s:
             return
-        load, times = run.load, DecodeTimes(self._model, layout, run.load)
-        while run.left and clock.now < until_s and run.grow():
-            somebody_comes, seconds = feed.next_time() <= clock.now, times.next()
-            recorder.began(layout.name, load, seconds)
+        layout, times = self.loop.switcher.layout, None
+        run = StepRun(self.loop.scheduler, TOKEN, END_TOKEN, self._total_tokens)
+        while clock.now < until_s and run.num_steps < STEPS_AT_ONCE and run.begin():
+            if not run.is_next:
+                load = run.load()
+                times = DecodeTimes(self._model, layout, load) if run.is_decode else None
+            seconds = self._model.step(layout, load).seconds if times is None else times.next()
+            if run.new:
+                recorder.admitted(run.new, clock.now)
+            recorder.began(layout.name, run.num_queries, run.num_rows, seconds)
             if clock.now >= recorder.next_row_s:
                 recorder.sample(clock.now, layout.name)
-            if somebody_comes:  # before the step is collected
+            if feed.next_time() <= clock.now:  # before the step is collected
                 self._let_arrive()
+                run.arrived()
             clock.now += seconds
-            run.step()
-            recorder.decoded(load)
-            if somebody_comes:
-                break
+            num_tokens, progress = run.num_tokens, run.finish()
+            recorder.decoded(num_tokens - len(progress))
+            if progress:
+                for item in progress:
+                    if item.finish_reason is not None:
+                        steering.finished(item.num_output, cut_off=item.finish_reason != "stop")
+                for request in recorder.progressed(progress, clock.now):
+                    self._end(request)
         run.end()
         self.loop.num_steps += run.num_steps
 

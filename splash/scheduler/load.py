@@ -9,6 +9,7 @@ Shape suffixes: q queries, T ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -69,6 +70,52 @@ class StepLoad:
         """
         owner, rows, start = (np.asarray(values, dtype=np.int64) for values in (owner_q, rows_q, start_q))
         return cls(ranks, owner, rows, start, len(owner) if num_sampled is None else num_sampled)
+
+    @classmethod
+    def of_parts(
+        cls,
+        owner_q: Ints,
+        start_q: Ints,
+        singles_T: Sequence[int],
+        single_keys_T: Sequence[int],
+        more: Sequence[tuple[int, int, int]],
+        num_sampled: int,
+    ) -> StepLoad:
+        """A load of singles, of which sums are known, and of some queries more.
+
+        Args:
+            owner_q, start_q: int64 [q], of the singles.
+            singles_T, single_keys_T: by owner, how many they are and the keys that they see.
+            more: (owner, rows, start) of the other queries.
+            num_sampled: rows that a token is sampled after.
+        """
+        singles, keys, rows_T = list(singles_T), list(single_keys_T), list(singles_T)
+        rows_q = np.ones(len(owner_q) + len(more), dtype=np.int64)
+        chunks = []
+        if more:
+            owners, rows, starts = zip(*more, strict=True)
+            owner_q = np.concatenate((owner_q, np.array(owners, dtype=np.int64)))
+            start_q = np.concatenate((start_q, np.array(starts, dtype=np.int64)))
+            rows_q[len(rows_q) - len(more) :] = rows
+            for chunk in more:
+                owner, count, start = chunk
+                rows_T[owner] += count
+                if count > 1:
+                    chunks.append(chunk)
+                else:
+                    singles[owner] += 1
+                    keys[owner] += start + 1
+        load = cls(len(singles), owner_q, rows_q, start_q, num_sampled)
+        load.__dict__.update(  # of cached properties, which would come to the same
+            num_rows=sum(rows_T),
+            rows_T=rows_T,
+            num_chunks=len(chunks),
+            num_singles=len(rows_q) - len(chunks),
+            singles_T=singles,
+            single_keys_T=keys,
+            chunks=tuple(chunks),
+        )
+        return load
 
     @classmethod
     def decode(cls, batch: int, context: int, ranks: int) -> StepLoad:

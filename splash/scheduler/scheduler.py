@@ -18,6 +18,7 @@ from splash.core.pages import HeldPages
 from splash.core.request import SamplingParams
 from splash.core.step import PENDING_TOKEN, NewRequest, StepOutput, StepPlan
 from splash.scheduler.admission import check_capacity, check_request
+from splash.scheduler.chunks import Batch
 from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.page_keys import Keys, extend_keys
 from splash.scheduler.prefix_cache import PrefixCache
@@ -115,9 +116,7 @@ class Scheduler(Service):
             in_use = self.pool.num_free != self.pool.num_total  # a switch under way may hold pages of its own
             assert not self.num_waiting or self.holds_admission or in_use, "a request waits for pages that nobody holds"
             return None
-        new = [request.new for request in sorted(batch.new, key=_by_order) if not request.announced]
-        for request in batch.new:
-            request.announced = True
+        new = [request.new for request in self.announce(batch)]
         rows = make_rows(self._running, batch, self.pool.ranks, self.config.page_size)
         self._turning = rows.turning
         return self._plan(rows, new)
@@ -191,12 +190,32 @@ class Scheduler(Service):
         self._retire_all([request for request in ended if request.held is not None])
         return progress
 
+    def announce(self, batch: Batch) -> list[Request]:
+        """The requests that the ranks are to hear of with a step, in order of service. They count as heard of then."""
+        new = [request for request in sorted(batch.new, key=_by_order) if not request.announced]
+        for request in new:
+            request.announced = True
+        return new
+
+    # --- steps without a plan: `splash.scheduler.step_run` ---
+
     def skip(self, num_steps: int) -> None:
-        """Count steps that were planned and applied elsewhere: `splash.scheduler.decode_run`."""
+        """Count steps without a plan."""
         self._step += num_steps
         self._released, self._finished = [], []
         self._turning = None
-        self._count_by_owner()
+
+    def add_tokens(self, counts: Sequence[int]) -> None:
+        """Count tokens that running requests of each owner have got without a plan."""
+        self._tokens = [own + count for own, count in zip(self._tokens, counts, strict=True)]
+
+    def retire(self, ended: Sequence[Request]) -> None:
+        """Let running requests be over that have ended by a step without a plan."""
+        for request in ended:
+            request.live = False
+            del self._requests[request.id]
+        self._retire_all([request for request in ended if request.has_all_tokens])
+        self._retire_all([request for request in ended if request.held is not None])
 
     def rebase(self, pool: PrefixCache, held: Mapping[int, HeldPages]) -> Rebase:
         """Go on in another layout, or with other owners, from the next step on; those in flight end as they began.

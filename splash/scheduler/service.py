@@ -85,6 +85,19 @@ class Service:
             return True, ()
         return is_stuck(request, self.config, self.pool, self._running, self._tokens), request.keys
 
+    def admit(self, chunks: list[Prompt]) -> Batch | None:
+        """Let waiting requests begin in a step without a plan, in which all that run but those of `chunks` decode.
+
+        Returns:
+            the step; None where others may have to make way for the first that waits, or nobody runs.
+        """
+        first = self._waiting.first
+        if first is not None and self._running and self._running[-1].priority > first.priority:
+            return None
+        batch = Batch.of_step(self.pool.layout, self.config.max_batched_tokens, self._owned, chunks)
+        batch = self._admit_waiting(batch)
+        return batch if self._running else None
+
     def _grow_decoding(self) -> Batch:
         """Give each running request with one token to compute the page that it needs. Returns the step so far."""
         page_size = self.config.page_size

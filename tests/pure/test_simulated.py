@@ -129,7 +129,7 @@ busy = st.one_of(
     kind=st.sampled_from(["static", "static", "threshold", "cost"]),
     switches=st.dictionaries(st.floats(0.1, 10), st.sampled_from(sorted(LAYOUTS)), max_size=2),
 )
-def test_decoding_in_one_go_changes_nothing(
+def test_steps_without_plans_change_nothing(
     requests: Requests,
     layout: str,
     room_gib: float,
