@@ -74,6 +74,8 @@ def share_rows(
 
 def _share_by_turn(left: Sequence[int], budget: int) -> list[int]:
     """Rows of prompts of equal importance: of the oldest, and of those that may go before it."""
+    if sum(left) <= budget:
+        return list(left)
     rows = [0] * len(left)
     for oldest, wanted in enumerate(left):
         if not budget:
@@ -109,12 +111,17 @@ def _even_out(work: Sequence[int], wanted: Sequence[int], budget: int) -> list[i
     if len(wanted) == 1:
         return [budget]
 
-    def up_to(level: int) -> list[int]:
-        return [min(most, max(0, level - done)) for done, most in zip(work, wanted, strict=True)]
-
-    levels = range(min(work), max([done + most for done, most in zip(work, wanted, strict=True)]) + 1)
-    level = levels[bisect_right(levels, budget, key=lambda level: sum(up_to(level))) - 1]
-    shares = up_to(level)
+    # The level up to which all are filled: so many of them take rows between two places where that number changes.
+    edges = [(done, 1) for done in work] + [(done + most, -1) for done, most in zip(work, wanted, strict=True)]
+    edges.sort()
+    level, dealt, taking = edges[0][0], 0, 0
+    for place, change in edges:
+        more = taking * (place - level)
+        if dealt + more > budget:
+            level += (budget - dealt) // taking
+            break
+        level, dealt, taking = place, dealt + more, taking + change
+    shares = [min(most, max(0, level - done)) for done, most in zip(work, wanted, strict=True)]
     rest = budget - sum(shares)
     for at, (done, most) in enumerate(zip(work, wanted, strict=True)):
         if rest and shares[at] < most and done <= level:
