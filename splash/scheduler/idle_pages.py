@@ -6,8 +6,8 @@ only decode change neither, so answers are kept until a page comes or goes.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -89,18 +89,26 @@ class IdlePages:
     def __iter__(self) -> Iterator[CachedPage]:
         return chain.from_iterable([queue.values() for queue in self._queues])
 
-    def add(self, page: CachedPage) -> None:
-        """Take in a page, the last of its queue to be evicted."""
-        self._queues[page.ranks[0]][page.id] = page
-        for rank in page.ranks:
-            self.num_T[rank] += 1
-        self.forget()
+    def add(self, pages: Sequence[CachedPage]) -> None:
+        """Take in pages, each the last of its queue to be evicted."""
+        queues = self._queues
+        for page in pages:
+            queues[page.ranks[0]][page.id] = page
+        self._count(pages, 1)
 
-    def remove(self, page: CachedPage) -> None:
-        """Let go of a page."""
-        del self._queues[page.ranks[0]][page.id]
-        for rank in page.ranks:
-            self.num_T[rank] -= 1
+    def remove(self, pages: Sequence[CachedPage]) -> None:
+        """Let go of pages."""
+        queues = self._queues
+        for page in pages:
+            del queues[page.ranks[0]][page.id]
+        self._count(pages, -1)
+
+    def _count(self, pages: Sequence[CachedPage], sign: int) -> None:
+        if not pages:
+            return
+        for ranks, count in Counter([page.ranks for page in pages]).items():
+            for rank in ranks:
+                self.num_T[rank] += sign * count
         self.forget()
 
     def first(self, rank: int) -> CachedPage:

@@ -99,12 +99,12 @@ class PrefixCache(PagePool):
         num_places = self.ranks if self._by_request else 1
         counts, going_on = [0] * num_places, set(range(num_places))
         copies: list[dict[int, CachedPage]] = []
-        before = b""
+        full, by_key, before = self._full, self._entered_by_key, b""
         for key in keys:
-            if before in self._full:
+            if full and before in full:
                 self._enter_after(before)
             before = key
-            there = self._entered_by_key.get(key)
+            there = by_key.get(key)
             if there is None:
                 break
             if len(there) < num_places:
@@ -151,12 +151,14 @@ class PrefixCache(PagePool):
         """Give a request without pages those that it shares."""
         assert not len(held)
         place = self._place(held.owner)
+        woken = []
         for number, page in enumerate(pages):
             assert page.place == place and page.number == number
             if not page.refs:
-                self._idle.remove(page)
+                woken.append(page)
                 self._waits += self._clock - page.released
             page.refs += 1
+        self._idle.remove(woken)
         held.ids += [page.id for page in pages]
         held.table.append_all([page.slots for page in pages])
 
@@ -180,37 +182,43 @@ class PrefixCache(PagePool):
         for parent in list(islice(self._full, most)):
             self._enter_after(parent)
 
-    def enter(self, held: HeldPages, number: int, keys: Keys) -> None:
-        """Let others find a page of a request, now that it is full and written. `keys` are those of its first pages.
+    def enter(self, held: HeldPages, first: int, end: int, keys: Keys) -> None:
+        """Let others find the pages first .. end - 1 of a request, now that they are full and written. `keys` are those
+        of its first pages.
 
         Where the same was computed twice at once, the later one stays private.
         """
         if self._full:
-            self._enter_after(keys[number - 1] if number else b"")
-        self._enter(held, number, keys)
+            for number in range(first, end):
+                self._enter_after(keys[number - 1] if number else b"")
+        self._enter(held, first, end, keys)
 
     def _enter_after(self, parent: bytes) -> None:
         """Enter the full pages after the page of a key, in the order in which they were filled."""
         for held, number, tokens, page_size, keys in self._full.pop(parent, ()):
             del self._parents[held]
             extend_keys(keys, tokens, page_size, number + 1)
-            self._enter(held, number, keys)
+            self._enter(held, number, number + 1, keys)
 
-    def _enter(self, held: HeldPages, number: int, keys: Keys) -> None:
-        key, owner = keys[number], held.owner
-        place = owner if self._by_request else 0
-        copies = self._entered_by_key.get(key)
-        if copies is None:
-            self._entered_by_key[key] = copies = {}
-        elif place in copies:
-            return
-        else:
-            held.ids[number] = next(iter(copies.values())).id  # which all of them have
-        id, parent = held.ids[number], keys[number - 1] if number else b""
-        page = CachedPage(key, parent, number, id, place, held.table.row(number), self._holders[owner].of(number), 1)
-        copies[place] = self._entered_by_id[id, place] = page
-        if self._missed:
-            self._no_longer_missed(page)
+    def _enter(self, held: HeldPages, first: int, end: int, keys: Keys) -> None:
+        by_key, by_id, ids, holders = self._entered_by_key, self._entered_by_id, held.ids, self._holders[held.owner]
+        place = held.owner if self._by_request else 0
+        pages = (held.table.row(first),) if end == first + 1 else held.table.rows(first, end)
+        parent = keys[first - 1] if first else b""
+        for number, slots in enumerate(pages, first):
+            before, parent = parent, keys[number]
+            copies = by_key.get(parent)
+            if copies is None:
+                by_key[parent] = copies = {}
+            elif place in copies:
+                continue
+            else:
+                ids[number] = next(iter(copies.values())).id  # which all of them have
+            id = ids[number]
+            page = CachedPage(parent, before, number, id, place, slots, holders.of(number), 1)
+            copies[place] = by_id[id, place] = page
+            if self._missed:
+                self._no_longer_missed(page)
 
     # --- what the pool does, with idle pages counting as free ---
 
@@ -268,6 +276,7 @@ class PrefixCache(PagePool):
             super().release(*given_up)
             return
         private: list[list[int]] = [[] for _ in range(self.ranks)]
+        idle: list[CachedPage] = []
         for held in given_up:
             place, holders, ids = self._place(held.owner), self._holders[held.owner], held.ids
             for number in range(len(ids) - 1, -1, -1):
@@ -275,12 +284,13 @@ class PrefixCache(PagePool):
                 if page is not None:
                     page.refs -= 1
                     if not page.refs:
-                        self._become_idle(page)
+                        idle.append(page)
                     continue
                 slots = held.table.row(number)
                 for rank in holders.of(number):
                     private[rank].append(slots[rank])
             held.clear()
+        self._become_idle(idle)
         super().free(private)
 
     def are_free(self, slots: Sequence[Sequence[int] | np.ndarray]) -> bool:
@@ -327,12 +337,16 @@ class PrefixCache(PagePool):
             self._missed.clear()
             self._idle.forget()
 
-    def _become_idle(self, page: CachedPage) -> None:
-        self._clock += 1
-        self._releases = self._releases * KEEP + 1.0
-        self._waits *= KEEP
-        page.released = self._clock
-        self._idle.add(page)
+    def _become_idle(self, pages: Sequence[CachedPage]) -> None:
+        """Let pages be idle that no request holds any more, one after the other."""
+        clock, releases, waits = self._clock, self._releases, self._waits
+        for page in pages:
+            clock += 1
+            releases = releases * KEEP + 1.0
+            waits *= KEEP
+            page.released = clock
+        self._clock, self._releases, self._waits = clock, releases, waits
+        self._idle.add(pages)
 
     def _evict_next(self, rank: int) -> None:
         """Evict the page that is next on `rank`."""
@@ -340,7 +354,7 @@ class PrefixCache(PagePool):
 
     def _evict(self, page: CachedPage) -> None:
         self._enter_after(page.parent)
-        self._idle.remove(page)
+        self._idle.remove([page])
         copies = self._entered_by_key[page.key]
         del copies[page.place], self._entered_by_id[page.id, page.place]
         if not copies:
@@ -477,7 +491,7 @@ class PrefixCache(PagePool):
         super().claim([[page.slots[rank] for page in survivors if rank in page.ranks] for rank in range(self.ranks)])
         for page in survivors:
             self._add(page)
-            self._become_idle(page)
+        self._become_idle(survivors)
 
     def distrust(self, other: PrefixCache) -> None:
         """Evict every idle page that `other`, a pool over the same slots, does not know to lie where it lies here."""

@@ -143,5 +143,4 @@ def enter_pages(cache: PrefixCache, filling: list[Filling], page_size: int) -> N
             cache.fill(held, first, request.tokens, page_size, keys)
         else:
             extend_keys(keys, request.tokens, page_size, end)
-            for page in range(first, end):
-                cache.enter(held, page, keys)
+            cache.enter(held, first, end, keys)

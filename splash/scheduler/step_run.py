@@ -70,7 +70,9 @@ class StepRun:
         self._decoding: dict[Request, int] = {}
         self._has_changed = True  # who decodes, since the last step began
         self._without_token: list[Request] = []  # of those, with the last token of their prompt to compute
-        self._arrays: tuple[np.ndarray, np.ndarray] | None = None  # owners and positions of those
+        self._in_columns: list[Request] = []  # the same requests
+        self._columns: dict[Request, int] = {}  # where each of them is there
+        self._owner_base = np.empty((2, scheduler.config.max_num_seqs), dtype=np.int64)  # owners and those positions
         self._singles_T = [0] * scheduler.pool.ranks  # by owner, how many they are
         self._bases_T = [0] * scheduler.pool.ranks  # and their positions
         # By step, modulo the page size: who begins a page in it, and has filled one before it. In order of service.
@@ -137,15 +139,12 @@ class StepRun:
 
     def load(self) -> StepLoad:
         """Of the step that has begun."""
-        if self._arrays is None:
-            owners = np.array([held_pages(request).owner for request in self._decoding], dtype=np.int64)
-            self._arrays = owners, np.array(list(self._decoding.values()), dtype=np.int64)
-        owner_q, start_q = self._arrays
+        owner_q, base_q = self._owner_base[:, : len(self._decoding)].copy()
         at = self.num_steps
         keys_T = [base + count * (at + 1) for base, count in zip(self._bases_T, self._singles_T, strict=True)]
         chunks = [(held_pages(request).owner, count, start) for request, start, count, _ in self._chunks]
         chunks.sort(key=_by_owner)  # as queries are
-        return StepLoad.of_parts(owner_q, start_q + at, self._singles_T, keys_T, chunks, self.num_tokens)
+        return StepLoad.of_parts(owner_q, base_q + at, self._singles_T, keys_T, chunks, self.num_tokens)
 
     def arrived(self) -> None:
         """Somebody has come since the step began."""
@@ -211,7 +210,7 @@ class StepRun:
             if page >= len(request.keys):
                 self._catch_up(request)
                 extend_keys(request.keys, request.tokens, size, page + 1)
-            scheduler.pool.enter(held_pages(request), page, request.keys)
+            scheduler.pool.enter(held_pages(request), page, page + 1, request.keys)
             if page < len(self._wanted) and self._wanted[page] == request.keys[page]:
                 self._is_quiet = False
         if self._chunks:
@@ -227,7 +226,10 @@ class StepRun:
         insort(self._turning[-base % self._page_size], request, key=_by_order)
         most = min(request.most_tokens, self._total_tokens[request.id])
         self._ends.setdefault(self.num_steps + most - len(request.tokens) - 1, []).append(request)
-        self._has_changed, self._arrays = True, None
+        column = self._columns[request] = len(self._in_columns)
+        self._in_columns.append(request)
+        self._owner_base[:, column] = owner, base
+        self._has_changed = True
         if len(request.tokens) == request.num_prompt:
             self._without_token.append(request)
 
@@ -238,7 +240,11 @@ class StepRun:
         self._singles_T[owner] -= 1
         self._bases_T[owner] -= base
         self._turning[-base % self._page_size].remove(request)
-        self._has_changed, self._arrays = True, None
+        column, last = self._columns.pop(request), self._in_columns.pop()
+        if last is not request:
+            self._owner_base[:, column] = self._owner_base[:, len(self._in_columns)]
+            self._in_columns[column], self._columns[last] = last, column
+        self._has_changed = True
 
     def _catch_up(self, request: Request) -> None:
         """Let a request that decodes have the tokens of the steps that are finished."""

@@ -38,8 +38,7 @@ def write(pool: PrefixCache, owner: int, tokens: list[int]) -> HeldPages:
     """A request of `owner` that has computed `tokens`, which are full pages."""
     held, keys = HeldPages(owner, pool.ranks), keys_of(tokens)
     assert pool.grow(held, len(keys))
-    for number in range(len(keys)):
-        pool.enter(held, number, keys)
+    pool.enter(held, 0, len(keys), keys)
     return held
 
 
@@ -130,9 +129,9 @@ def test_pages_that_are_entered_later_are_as_if_they_had_been_at_once(
                 twins = data.draw(st.sampled_from(requests), label="request")
                 number = twins.written
                 if number < len(twins.held[0]):
-                    pools[0].enter(twins.held[0], number, keys_of(twins.tokens))
+                    pools[0].enter(twins.held[0], number, number + 1, keys_of(twins.tokens))
                     if data.draw(st.booleans(), label="at once"):
-                        pools[1].enter(twins.held[1], number, keys_of(twins.tokens))
+                        pools[1].enter(twins.held[1], number, number + 1, keys_of(twins.tokens))
                     else:
                         pools[1].fill(twins.held[1], number, twins.tokens, SIZE, twins.keys)
                     twins.written += 1
@@ -157,7 +156,7 @@ def test_a_page_that_waits_to_be_entered_does_not_take_the_place_of_one_that_is_
     pool, tokens = pool_of(TP, slots=3, ranks=1), list(range(SIZE))
     first, second, third = (HeldPages(0, 1) for _ in range(3))
     assert pool.grow(first, 1) and pool.grow(second, 1)
-    pool.enter(first, 0, keys_of(tokens))
+    pool.enter(first, 0, 1, keys_of(tokens))
     pool.fill(second, 0, tokens, SIZE, [])
     pool.release(first)
     assert pool.grow(third, 2)
