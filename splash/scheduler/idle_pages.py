@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 
 import msgspec
 import numpy as np
@@ -111,9 +111,11 @@ class IdlePages:
                 self.num_T[rank] += sign * count
         self.forget()
 
-    def first(self, rank: int) -> CachedPage:
-        """The page next to be evicted of those whose first holder is `rank`. There must be one."""
-        return next(iter(self._queues[rank].values()))
+    def first(self, rank: int, count: int) -> list[CachedPage]:
+        """The pages next to be evicted of those whose first holder is `rank`. There must be so many."""
+        pages = list(islice(self._queues[rank].values(), count))
+        assert len(pages) == count
+        return pages
 
     def forget(self) -> None:
         """Work everything out anew when it is asked for next."""

@@ -262,8 +262,9 @@ class PrefixCache(PagePool):
     def _make_room(self, needs: Sequence[int]) -> None:
         """Evict until each rank has so many free slots."""
         for rank, allocator in enumerate(self._allocators):
-            while needs[rank] > allocator.num_free:
-                self._evict_next(rank)
+            lacking = needs[rank] - allocator.num_free
+            if lacking > 0:  # a page on `rank` is on no other, or on all
+                self._evict(self._idle.first(0 if self.layout.kv is KV.REPLICATED else rank, lacking))
 
     def release(self, *given_up: HeldPages) -> None:
         """Let go of all pages of some requests, whose tables are empty afterwards. Those in the cache stay, the deepest
@@ -320,8 +321,7 @@ class PrefixCache(PagePool):
 
     def evict(self, unwanted: Callable[[CachedPage], bool] = lambda page: True) -> None:
         """Evict the idle pages for which `unwanted` holds."""
-        for page in [page for page in self._idle if unwanted(page)]:
-            self._evict(page)
+        self._evict([page for page in self._idle if unwanted(page)])
 
     def _place(self, owner: int) -> int:
         return owner if self._by_request else 0
@@ -348,18 +348,19 @@ class PrefixCache(PagePool):
         self._clock, self._releases, self._waits = clock, releases, waits
         self._idle.add(pages)
 
-    def _evict_next(self, rank: int) -> None:
-        """Evict the page that is next on `rank`."""
-        self._evict(self._idle.first(0 if self.layout.kv is KV.REPLICATED else rank))
-
-    def _evict(self, page: CachedPage) -> None:
-        self._enter_after(page.parent)
-        self._idle.remove([page])
-        copies = self._entered_by_key[page.key]
-        del copies[page.place], self._entered_by_id[page.id, page.place]
-        if not copies:
-            del self._entered_by_key[page.key]
-        super().free([[slot] if slot != NO_SLOT else [] for slot in page.slots])
+    def _evict(self, pages: Sequence[CachedPage]) -> None:
+        slots: list[list[int]] = [[] for _ in range(self.ranks)]
+        for page in pages:
+            if self._full:
+                self._enter_after(page.parent)
+            copies = self._entered_by_key[page.key]
+            del copies[page.place], self._entered_by_id[page.id, page.place]
+            if not copies:
+                del self._entered_by_key[page.key]
+            for rank in page.ranks:
+                slots[rank].append(page.slots[rank])
+        self._idle.remove(pages)
+        super().free(slots)
 
     # --- switches ---
 
