@@ -304,20 +304,26 @@ class Simulation:
             return
         layout, times = self.loop.switcher.layout, None
         run = StepRun(self.loop.scheduler, TOKEN, END_TOKEN, self._total_tokens)
+
+        def take_place(seconds: float) -> bool:
+            """A step that has begun. Returns whether somebody has come before it is collected."""
+            recorder.began(layout.name, run.num_queries, run.num_rows, seconds)
+            if clock.now >= recorder.next_row_s:
+                recorder.sample(clock.now, layout.name)
+            has_come = feed.next_time() <= clock.now
+            if has_come:
+                self._let_arrive()
+                run.arrived()
+            clock.now += seconds
+            return has_come
+
         while clock.now < until_s and run.num_steps < STEPS_AT_ONCE and run.begin():
             if not run.is_next:
                 load = run.load()
                 times = DecodeTimes(self._model, layout, load) if run.is_decode else None
-            seconds = self._model.step(layout, load).seconds if times is None else times.next()
             if run.new:
                 recorder.admitted(run.new, clock.now)
-            recorder.began(layout.name, run.num_queries, run.num_rows, seconds)
-            if clock.now >= recorder.next_row_s:
-                recorder.sample(clock.now, layout.name)
-            if feed.next_time() <= clock.now:  # before the step is collected
-                self._let_arrive()
-                run.arrived()
-            clock.now += seconds
+            take_place(self._model.step(layout, load).seconds if times is None else times.next())
             num_tokens, progress = run.num_tokens, run.finish()
             recorder.decoded(num_tokens - len(progress))
             if progress:
@@ -326,6 +332,17 @@ class Simulation:
                         steering.finished(item.num_output, cut_off=item.finish_reason != "stop")
                 for request in recorder.progressed(progress, clock.now):
                     self._end(request)
+            elif times is not None:
+                num_passed = 0
+                for _ in range(run.num_void):
+                    if clock.now >= until_s:
+                        break
+                    has_come = take_place(times.next())
+                    recorder.decoded(num_tokens)
+                    num_passed += 1
+                    if has_come:
+                        break
+                run.pass_over(num_passed)
         run.end()
         self.loop.num_steps += run.num_steps
 

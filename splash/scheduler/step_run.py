@@ -40,6 +40,9 @@ class StepRun:
         while run.begin():
             ...  # the step takes place
             progress = run.finish()
+            for _ in range(run.num_void):
+                ...  # a step like the one before takes place
+            run.pass_over(...)  # as many as took place
         run.end()
 
     Args:
@@ -78,6 +81,7 @@ class StepRun:
         # By step, modulo the page size: who begins a page in it, and has filled one before it. In order of service.
         self._turning: list[list[Request]] = [[] for _ in range(self._page_size)]
         self._ends: dict[int, list[Request]] = {}  # by step
+        self._next_end: int | None = None  # the first of those steps, once it has been looked for
         self._prompts: list[Request] = []  # requests with more to compute, in order of service
         self._chunks: list[tuple[Request, int, int, bool]] = []  # of them: start, rows, whether it is the last
         # Whether the first in the queue cannot begin until something changes, and the keys of pages that would.
@@ -146,6 +150,23 @@ class StepRun:
         chunks.sort(key=_by_owner)  # as queries are
         return StepLoad.of_parts(owner_q, base_q + at, self._singles_T, keys_T, chunks, self.num_tokens)
 
+    @property
+    def num_void(self) -> int:
+        """How many steps that come next are the step before, one position on, in which no page is begun or filled."""
+        if not self._is_quiet or self._has_changed:
+            return 0
+        if self._next_end is None:
+            self._next_end = min(self._ends)
+        at, size, turning = self.num_steps, self._page_size, self._turning
+        most, count = min(self._next_end - at, size), 0
+        while count < most and not turning[(at + count) % size] and not turning[(at + count + 1) % size]:
+            count += 1
+        return count
+
+    def pass_over(self, num_steps: int) -> None:
+        """Finish so many steps, of the first of `num_void`, that have not been begun."""
+        self.num_steps += num_steps
+
     def arrived(self) -> None:
         """Somebody has come since the step began."""
         self._is_quiet = False
@@ -160,6 +181,8 @@ class StepRun:
         if self._scheduler.config.prefix_cache:
             self._enter_pages()
         ending = self._ends.pop(self.num_steps, ())
+        if ending:
+            self._next_end = None
         self.num_steps += 1
         first, self._without_token = self._without_token, []
         if not ending and not first and not self._chunks:
@@ -226,6 +249,7 @@ class StepRun:
         insort(self._turning[-base % self._page_size], request, key=_by_order)
         most = min(request.most_tokens, self._total_tokens[request.id])
         self._ends.setdefault(self.num_steps + most - len(request.tokens) - 1, []).append(request)
+        self._next_end = None
         column = self._columns[request] = len(self._in_columns)
         self._in_columns.append(request)
         self._owner_base[:, column] = owner, base
