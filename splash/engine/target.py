@@ -10,6 +10,7 @@ from splash.core.memory import ArenaGeometry
 from splash.core.pages import HeldPages, HolderTable, PageTable
 from splash.core.step import NO_SLOT
 from splash.engine.ahead import AheadCopies
+from splash.scheduler.heritage import as_they_arrive
 from splash.scheduler.idle_pages import Chain
 from splash.scheduler.prefix_cache import MOST_TAKEN_ALONG, PrefixCache
 from splash.scheduler.scheduler import Scheduler
@@ -155,5 +156,5 @@ def pages_after(
         for rank, flags in enumerate(usable):
             for table in (*(pages.table.slots_cT for pages in held.values()), *(table for _, table in along)):
                 flags[table[table[:, rank] != NO_SLOT, rank]] = False
-        pool.adopt(cache.survivors(pool, usable, cache.arrived(target, along)))
+        pool.adopt(cache.survivors(pool, usable, as_they_arrive(target, along)))
     return pool, held

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from splash.core.layout import KV, Layout
 from splash.core.pages import PageTable
-from splash.scheduler.idle_pages import CachedPage
+from splash.scheduler.idle_pages import CachedPage, Chain
 
 if TYPE_CHECKING:
     from splash.scheduler.prefix_cache import PrefixCache
@@ -68,3 +70,19 @@ class Heritage:
                 del self.by_id[id, place], self.by_key[page.key][place]
                 if not self.by_key[page.key]:
                     del self.by_key[page.key]
+
+
+def as_they_arrive(target: Layout, chains: Iterable[tuple[Chain, np.ndarray]]) -> dict[tuple[bytes, int], CachedPage]:
+    """Pages that a switch takes along, as they are in `target`, by (key, place).
+
+    Args:
+        target: the layout.
+        chains: each with its slots there, int32 [pages, T].
+    """
+    pages: dict[tuple[bytes, int], CachedPage] = {}
+    for chain, slots_cT in chains:
+        place = chain.owner if target.kv is KV.REQUEST else 0
+        for page, slots in zip(chain.pages, map(tuple, slots_cT.tolist()), strict=True):
+            if (page.key, place) not in pages:
+                pages[page.key, place] = page.copied(place, slots)
+    return pages

@@ -6,7 +6,7 @@ only decode change neither, so answers are kept until a page comes or goes.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -91,24 +91,20 @@ class IdlePages:
 
     def add(self, pages: Sequence[CachedPage]) -> None:
         """Take in pages, each the last of its queue to be evicted."""
-        queues = self._queues
+        queues, num_T = self._queues, self.num_T
         for page in pages:
             queues[page.ranks[0]][page.id] = page
-        self._count(pages, 1)
+            for rank in page.ranks:
+                num_T[rank] += 1
+        self.forget()
 
     def remove(self, pages: Sequence[CachedPage]) -> None:
         """Let go of pages."""
-        queues = self._queues
+        queues, num_T = self._queues, self.num_T
         for page in pages:
             del queues[page.ranks[0]][page.id]
-        self._count(pages, -1)
-
-    def _count(self, pages: Sequence[CachedPage], sign: int) -> None:
-        if not pages:
-            return
-        for ranks, count in Counter([page.ranks for page in pages]).items():
-            for rank in ranks:
-                self.num_T[rank] += sign * count
+            for rank in page.ranks:
+                num_T[rank] -= 1
         self.forget()
 
     def first(self, rank: int, count: int) -> list[CachedPage]:

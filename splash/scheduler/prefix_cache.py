@@ -158,7 +158,8 @@ class PrefixCache(PagePool):
                 woken.append(page)
                 self._waits += self._clock - page.released
             page.refs += 1
-        self._idle.remove(woken)
+        if woken:
+            self._idle.remove(woken)
         held.ids += [page.id for page in pages]
         held.table.append_all([page.slots for page in pages])
 
@@ -291,7 +292,8 @@ class PrefixCache(PagePool):
                 for rank in holders.of(number):
                     private[rank].append(slots[rank])
             held.clear()
-        self._become_idle(idle)
+        if idle:
+            self._become_idle(idle)
         super().free(private)
 
     def are_free(self, slots: Sequence[Sequence[int] | np.ndarray]) -> bool:
@@ -414,23 +416,6 @@ class PrefixCache(PagePool):
                     takes[rank] += count
             yield Chain(tuple(reversed(pages)), owner, len(counted) - num_before, tuple(takes))
 
-    def arrived(
-        self, target: Layout, chains: Iterable[tuple[Chain, np.ndarray]]
-    ) -> dict[tuple[bytes, int], CachedPage]:
-        """Pages that a switch takes along, as they are in `target`, by (key, place).
-
-        Args:
-            target: the layout.
-            chains: each with its slots there, int32 [pages, T].
-        """
-        pages: dict[tuple[bytes, int], CachedPage] = {}
-        for chain, slots_cT in chains:
-            place = chain.owner if target.kv is KV.REQUEST else 0
-            for page, slots in zip(chain.pages, map(tuple, slots_cT.tolist()), strict=True):
-                if (page.key, place) not in pages:
-                    pages[page.key, place] = page.copied(place, slots)
-        return pages
-
     def survivors(
         self, after: PrefixCache, usable: Sequence[np.ndarray], taken_along: Mapping[tuple[bytes, int], CachedPage]
     ) -> list[CachedPage]:
@@ -441,7 +426,7 @@ class PrefixCache(PagePool):
         Args:
             after: the pool of the target, which has inherited what requests hold.
             usable: by rank, bool [slots], where those may lie that are not taken along.
-            taken_along: see `arrived`.
+            taken_along: see `splash.scheduler.heritage.as_they_arrive`.
         """
         places = range(self.ranks if after.layout.kv is KV.REQUEST else 1)
         kept = [page for (key, place), page in taken_along.items() if place not in after._by_key.get(key, ())]

@@ -19,7 +19,7 @@ waiting: that is what priorities ask for.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from operator import attrgetter
 
@@ -33,6 +33,7 @@ from splash.scheduler.queue import WaitingQueue
 from splash.scheduler.request import Request
 
 LOOK_AHEAD = 16  # requests behind the first in the queue that may be short enough to begin before it
+FEW = 32  # where less than one of so many ends, each that does is looked for, else all are looked at
 
 _by_order = attrgetter("order")
 
@@ -230,7 +231,12 @@ class Service:
         if requests:
             self._release(requests)
             self._finished += [request.id for request in requests]
-            self._running = [request for request in self._running if request.held is not None]
+            running = self._running
+            if len(requests) * FEW < len(running):
+                for request in requests:
+                    del running[bisect_left(running, request.order, key=_by_order)]
+            else:
+                self._running = [request for request in running if request.held is not None]
 
     def _count_by_owner(self) -> None:
         self._tokens, self._owned = [0] * self.pool.ranks, [0] * self.pool.ranks

@@ -15,6 +15,7 @@ from splash.core.pages import HeldPages
 from splash.core.request import SamplingParams
 from splash.core.step import StepOutput
 from splash.scheduler.config import SchedulerConfig
+from splash.scheduler.heritage import as_they_arrive
 from splash.scheduler.idle_pages import CachedPage
 from splash.scheduler.owners import owners_with_room
 from splash.scheduler.page_keys import extend_keys
@@ -243,6 +244,6 @@ def test_a_switch_takes_whole_prompts_along_the_last_released_first_as_far_as_th
     assert [[page.key for page in chain.pages] for chain in everything] == [keys_of(one) for one in prompts[::-1]]
     assert len(pool.chains(target, [100, 100], 6)) == 2 and not pool.chains(target, [0, 0], 100)
     slots = [(chain, np.full((len(chain.pages), 2), number)) for number, chain in enumerate(everything)]
-    arrived = pool.arrived(target, slots)
+    arrived = as_they_arrive(target, slots)
     assert {key for key, _ in arrived} == {key for one in prompts for key in keys_of(one)}
     assert all(page.refs == 0 and page.place == place for (_, place), page in arrived.items())
