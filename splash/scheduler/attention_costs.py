@@ -134,16 +134,23 @@ class AttentionCosts:
         return layers[0] if len(layers) == 1 else max(layers, key=lambda layer: layer.seconds)
 
     def _candidates(self, load: StepLoad) -> Sequence[_Part]:
-        """The parts of the ranks that may be the slowest: who has no fewer rows and no fewer keys takes as long."""
-        if load.num_chunks or self.stages.top_k is not None:
+        """The parts of the ranks that may be the slowest: of those without chunks, who has no fewer rows and no fewer
+        keys takes as long."""
+        if self.stages.top_k is not None:
             return list(set(self._by_owner(load)))
-        most_keys: dict[int, int] = {}  # by number of rows
-        for rows, keys in zip(load.singles_T, load.single_keys_T, strict=True):
-            most_keys[rows] = max(keys, most_keys.get(rows, 0))
         parts: list[_Part] = []
+        owners = {chunk[0] for chunk in load.chunks}
+        if owners:
+            parts = list({part for part in self._by_owner(load) if part.chunks})
+        most_keys: dict[int, int] = {}  # by number of rows
+        for rank, (rows, keys) in enumerate(zip(load.singles_T, load.single_keys_T, strict=True)):
+            if rank not in owners:
+                most_keys[rows] = max(keys, most_keys.get(rows, 0))
+        most = -1
         for rows, keys in sorted(most_keys.items(), reverse=True):
-            if not parts or keys > parts[-1].single_keys:
+            if keys > most:
                 parts.append(_Part(rows, rows, keys, keys, ()))
+                most = keys
         return parts
 
     def _sharded_owned(self, load: StepLoad) -> AttentionCost:

@@ -164,6 +164,8 @@ class Batch:
     new: set[Request] = field(default_factory=set)
     _rows: list[int] | None = field(default=None, init=False)
     _turns: dict[int, _Turn] = field(default_factory=dict, init=False)
+    # The chunks with one more, as `admits` was asked for last, and their rows.
+    _tried: tuple[list[Prompt], list[int]] = field(default=([], []), init=False)
 
     def __post_init__(self) -> None:
         self._left = sum([chunk.left for chunk in self.chunks])
@@ -206,7 +208,9 @@ class Batch:
             return False  # it is nobody's turn but theirs
         chunks = self.chunks.copy()
         insort(chunks, own)
-        shared = list(zip(self._share(chunks), chunks, strict=True))
+        rows = self._share(chunks)
+        self._tried = chunks, rows
+        shared = list(zip(rows, chunks, strict=True))
         if not all([count for count, chunk in shared if chunk is own or chunk.request in self.new]):
             return False
         peers = [
@@ -223,7 +227,8 @@ class Batch:
         insort(self.chunks, Prompt(request.order, left, request, owner))
         self._left += left
         self.new.add(request)
-        self._rows = None
+        chunks, rows = self._tried
+        self._rows = rows if chunks == self.chunks else None
         self._turns.clear()
 
     def without(self, requests: Collection[Request]) -> Batch:
