@@ -6,7 +6,7 @@
 
 A request-step is one request in one step. Speed is processor time of one core, so that a busy machine shows less. The
 ceiling is the scheduler alone: every step planned and applied, with an executor that answers at once. The simulator can
-be above it, since it takes steps that only decode in one go; `every step` is the simulator without that.
+be above it, since it takes most steps without a plan; `every step` is the simulator without that.
 
 Against the engine the same workload is served by real ranks and simulated with figures that were calibrated on the
 machine in the same run, or come from `--calibration`. The ceiling is the machine itself: the engine serves each
@@ -136,6 +136,7 @@ def speed(requests: Requests, layout: str, repeats: int) -> dict[str, Any]:
         "mean_batch": round(result.request_steps / result.steps, 1),
         "virtual_s": round(result.seconds, 1),
         "request_steps_per_s": rates,
+        "requests_per_s": round(len(requests) * rates["simulator"] / result.request_steps),
         "over_scheduler_alone": round(rates["simulator"] / rates["scheduler_alone"], 2),
     }
 
@@ -186,7 +187,8 @@ def measure_speed(repeats: int) -> dict[str, Any]:
         rates = row["request_steps_per_s"]
         print(
             f"{name:>16} {layout}: {row['request_steps']:>9} request-steps, {row['mean_batch']:>5} a step; "
-            f"{rates['simulator']:>8} a second, every step {rates['every_step']:>7}, "
+            f"{rates['simulator']:>8} a second, {row['requests_per_s']:>4} requests, "
+            f"every step {rates['every_step']:>7}, "
             f"scheduler alone {rates['scheduler_alone']:>7}; {row['over_scheduler_alone']:.2f} of that ceiling",
             flush=True,
         )
