@@ -11,7 +11,7 @@ from splash.core.errors import RequestError
 from splash.scheduler.chunks import Batch
 from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.idle_pages import CachedPage
-from splash.scheduler.owners import owners_with_room
+from splash.scheduler.owners import COMPUTE_WEIGHT, owners_with_room
 from splash.scheduler.page_keys import extend_keys
 from splash.scheduler.prefix_cache import Found, PrefixCache
 from splash.scheduler.request import Request
@@ -107,7 +107,7 @@ class Admission:
         """
         best: tuple[Place, list[Request]] | None = None
         tried: list[tuple[list[int], Sequence[CachedPage]]] = []
-        for owner in sorted(range(self._pool.ranks), key=lambda rank: tokens[rank] + self.left(rank)):
+        for owner in sorted(range(self._pool.ranks), key=lambda rank: tokens[rank] + COMPUTE_WEIGHT * self.left(rank)):
             if not self._pool.fits_alone(owner, self._max_pages):
                 continue
             shared = self.found.pages(owner)

@@ -12,6 +12,11 @@ from operator import gt
 from splash.scheduler.idle_pages import CachedPage
 from splash.scheduler.prefix_cache import Found, PrefixCache
 
+# To compute a token takes a rank as long as having one more in its context does in so many dozens of decode steps: it
+# goes through all weights, where in decode one key is read. So requests go where more of them is there already, unless
+# that rank has so many times as much more in its context than another as they would have to compute there.
+COMPUTE_WEIGHT = 8
+
 
 def balance_owners(
     pages: Sequence[int], capacity: Sequence[int], chosen: Sequence[int | None] | None = None
@@ -65,7 +70,8 @@ def owners_with_room(
     Ties go to the rank with the most free pages, then to the lowest.
     """
     free = pool.num_free
-    work = tokens if found is None else [own - num * page_size for own, num in zip(tokens, found.counts, strict=True)]
+    saved = COMPUTE_WEIGHT * page_size  # by each page that is there
+    work = tokens if found is None else [own - num * saved for own, num in zip(tokens, found.counts, strict=True)]
     spare = free if reserved is None else [own - kept for own, kept in zip(free, reserved, strict=True)]
     for rank in sorted(sorted(range(pool.ranks), key=free.__getitem__, reverse=True), key=work.__getitem__):
         shared = found.pages(rank) if found is not None else ()

@@ -118,6 +118,10 @@ class PrefixCache(PagePool):
             counts[place] = len(copies)
         return Found(counts if self._by_request else counts * self.ranks, copies, self._by_request)
 
+    def has(self, key: bytes) -> bool:
+        """Whether a page of that key, entered by `enter`, is there for any request."""
+        return bool(self._entered_by_key.get(key))
+
     def takes(self, owner: int, shared: Sequence[CachedPage], count: int) -> list[int]:
         """Free pages on each rank that a request of `owner` takes to have `count`, of which the first are `shared`."""
         takes = self._holders[owner].needs(len(shared), count - len(shared))

@@ -13,8 +13,9 @@ bounded number of times, by induction from the first, which never is. And the fi
 in every step, or nobody is admitted before it and it waits for requests as important as itself, the first of which
 progresses. Nobody overtakes the first in the queue but short prompts and, in layouts whose owners compute what is
 theirs, prompts of other owners, as long as older prompts have all the rows that it would need; and they leave it its
-pages. A stream of more important requests that never ends does keep others
-waiting: that is what priorities ask for.
+pages. While it waits for pages that a running request is computing (`splash.scheduler.leaders`), others go on, for as
+many steps as those pages take. A stream of more important requests that never ends does keep others waiting: that is
+what priorities ask for.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ from splash.core.pages import HeldPages
 from splash.scheduler.admission import Admission, Place, is_stuck
 from splash.scheduler.chunks import Batch, Prompt
 from splash.scheduler.config import SchedulerConfig
+from splash.scheduler.leaders import Leaders
 from splash.scheduler.page_keys import Keys
 from splash.scheduler.prefix_cache import PrefixCache
 from splash.scheduler.queue import WaitingQueue
 from splash.scheduler.request import Request
 
 LOOK_AHEAD = 16  # requests behind the first in the queue that may be short enough to begin before it
+MOST_HELD = 256  # requests that wait for a leader and are passed over in one step
 FEW = 32  # where less than one of so many ends, each that does is looked for, else all are looked at
 
 _by_order = attrgetter("order")
@@ -123,7 +126,13 @@ class Service:
 
     def _admit_waiting(self, batch: Batch) -> Batch:
         """Let waiting requests begin, in order of service, as long as there are rows and pages for them."""
+        held: list[Request] = []
+        leaders = self._leaders(batch)
         while not self.holds_admission and (request := self._waiting.first) is not None:
+            if len(held) < MOST_HELD and leaders.hold(request):
+                held.append(request)
+                self._waiting.pop()
+                continue
             may_join = len(self._running) < self._max_running  # then there is a row for it as well
             others_make_way = bool(self._running) and self._running[-1].priority > request.priority
             if not may_join and not others_make_way:
@@ -142,14 +151,22 @@ class Service:
                 for victim in victims:
                     self._preempt(self._running.index(victim))
             elif not begins:
-                self._admit_short(batch, place)
+                self._admit_short(batch, place, leaders)
                 break
             self._waiting.pop()
             self._begin(request, admission, place)
             batch.add(request, admission.left(place.owner), place.owner)
+            leaders.add(request)
+        for request in held:
+            self._waiting.push(request)
         return batch
 
-    def _admit_short(self, batch: Batch, reserved: Place) -> None:
+    def _leaders(self, batch: Batch) -> Leaders:
+        """Of a step so far."""
+        chunks = batch.chunks if self.config.prefix_cache else ()
+        return Leaders(self.pool, self.config.page_size, [chunk.request for chunk in chunks])
+
+    def _admit_short(self, batch: Batch, reserved: Place, leaders: Leaders) -> None:
         """Let short prompts begin before the first in the queue, which has to wait for rows, and leave it its place."""
         passed: list[Request] = []
         while len(passed) < LOOK_AHEAD and len(self._running) + 1 < self._max_running:
@@ -157,7 +174,7 @@ class Service:
             if request is None:
                 break
             passed.append(request)
-            if len(passed) == 1:
+            if len(passed) == 1 or leaders.hold(request):
                 continue
             admission = Admission(self.config, self.pool, request)
             if not any(batch.admits(request, admission.left(rank), rank) for rank in range(self.pool.ranks)):
@@ -168,6 +185,7 @@ class Service:
             passed.pop()
             self._begin(request, admission, place)
             batch.add(request, admission.left(place.owner), place.owner)
+            leaders.add(request)
         for request in passed:
             self._waiting.push(request)
 

@@ -17,7 +17,7 @@ from splash.core.step import StepOutput
 from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.heritage import as_they_arrive
 from splash.scheduler.idle_pages import CachedPage
-from splash.scheduler.owners import owners_with_room
+from splash.scheduler.owners import COMPUTE_WEIGHT, owners_with_room
 from splash.scheduler.page_keys import extend_keys
 from splash.scheduler.prefix_cache import Found, PrefixCache
 from splash.scheduler.scheduler import Scheduler
@@ -210,15 +210,17 @@ def test_what_is_shared_is_no_room_for_the_rest() -> None:
 def test_an_owner_is_chosen_by_load_less_what_it_has_cached() -> None:
     pool = pool_of(DP, slots=16)
     page = CachedPage(b"", b"", 0, 0, 1, (-1, 0), (1,), refs=1)
-    assert next(owners_with_room(pool, [10, 20], 3, 3, Found([0, 1], [{1: page}], True), page_size=4))[0] == 0
-    assert next(owners_with_room(pool, [10, 20], 4, 4, Found([0, 3], [{1: page}] * 3, True), page_size=4))[0] == 1
+    saved = 4 * COMPUTE_WEIGHT
+    loads = [10, 11 + saved]
+    assert next(owners_with_room(pool, loads, 3, 3, Found([0, 1], [{1: page}], True), page_size=4))[0] == 0
+    assert next(owners_with_room(pool, loads, 4, 4, Found([0, 3], [{1: page}] * 3, True), page_size=4))[0] == 1
 
 
 def test_a_page_is_found_once_its_step_is_over_and_the_last_token_is_computed_again() -> None:
     scheduler = Scheduler(SchedulerConfig(8, 64, 64, frozenset(), SIZE, True), pool_of(TP, ranks=1))
     params = SamplingParams(max_tokens=4, temperature=0.0)
-    for id in (0, 1):
-        scheduler.add(id, list(range(1, 9)), params, 0)
+    scheduler.add(0, list(range(1, 9)), params, 0)
+    scheduler.add(1, list(range(2, 10)), params, 0)
     plan = scheduler.schedule()
     assert plan is not None and [query.start for query in plan.queries] == [0, 0]
     scheduler.apply(StepOutput(plan.step, plan.epoch, (0, 1), (5, 6), (None, None)))
