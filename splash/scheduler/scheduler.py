@@ -57,7 +57,6 @@ class Scheduler:
     Attributes:
         epoch: number of layout changes so far, stamped on every plan.
         num_preemptions: how often a request lost its pages to another.
-        num_lost: tokens that were computed and had to be forgotten in those.
         num_queried, num_hit: tokens of prompts that were looked for in the cache, and those of them that were there.
         holds_admission: while set, waiting requests stay where they are.
     """
@@ -67,7 +66,6 @@ class Scheduler:
         self.pool = pool
         self.epoch = 0
         self.num_preemptions = 0
-        self.num_lost = 0
         self.num_queried = 0
         self.num_hit = 0
         self._max_running = min(config.max_num_seqs, config.max_batched_tokens)
@@ -471,7 +469,6 @@ class Scheduler:
         """Take the pages of the running request at `index` and let it wait, in its place in the order of service."""
         request = self._running.pop(index)
         self._release([request])
-        self.num_lost += request.num_computed
         request.num_computed = 0
         self._waiting.push(request)
         self.num_preemptions += 1
