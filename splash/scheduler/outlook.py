@@ -193,9 +193,9 @@ class _Lane:
     index: int  # of the layout in `times`
     capacity: Callable[[float], float]
 
-    def fill(self, requests: float, pages: float, held: int) -> float:
-        """So many requests of so many pages each over those that fit at once, where `held` pages are known to fit."""
-        return requests / max(1.0, self.capacity(pages), held / pages)
+    def fitting(self, pages: float, held: int) -> float:
+        """Requests of so many pages each that fit at once, where `held` pages are known to fit."""
+        return max(1.0, self.capacity(pages), held / pages)
 
 
 class Forecaster:
@@ -233,7 +233,7 @@ class Forecaster:
         shapes = Shapes(self._ranks, int(situation.length_n.max(initial=1)))
         pages = self._pages(first, situation)
         held = situation.num_pages
-        batch = first.requests / max(1.0, lane.fill(first.requests, pages, held))
+        batch = min(first.requests, lane.fitting(pages, held))
         decode = lane.times.seconds(shapes.of(first, round(batch), lane.has_owners, skew))[lane.index]
         step_s = first.requests / batch * decode
         steps = crowd.steps_to_half(self._horizon_s / step_s, step_s)
@@ -275,19 +275,19 @@ class Forecaster:
         return known[lane.index]
 
     def _fill(self, lane: _Lane, outlook: Outlook) -> Fill:
-        pairs = zip(outlook.wanted, outlook.pages, strict=True)
-        fill = Fill(*[lane.fill(requests, pages, outlook.pages_held) for requests, pages in pairs])
+        pairs, held = zip(outlook.wanted, outlook.pages, strict=True), outlook.pages_held
+        fill = Fill(*[requests / lane.fitting(pages, held) for requests, pages in pairs])
         return fill if max(fill) > 1 else FITS
 
     def _seconds(self, lane: _Lane, outlook: Outlook, skew: Skew | None, fill: Fill) -> list[float]:
         """The same for all layouts that feel the same shapes and are as full."""
-        seconds, steps = [0.0] * lane.times.num_layouts, 0.0
-        for phase, times_full in ((outlook.last, max(1.0, fill.end)), (outlook.first, max(1.0, fill.begin))):
-            waves = outlook.decode_steps / 2 * times_full
-            shape = outlook.shapes.of(phase, round(phase.requests / times_full), lane.has_owners, skew)
-            seconds = [sum_s + waves * step_s for sum_s, step_s in zip(seconds, lane.times.seconds(shape), strict=True)]
-            steps += waves
-        batch = outlook.first.requests / max(1.0, fill.begin)
+        seconds, steps, waves = [0.0] * lane.times.num_layouts, 0.0, fill.waves
+        for phase, times in ((outlook.last, waves.end), (outlook.first, waves.begin)):
+            num = outlook.decode_steps / 2 * times
+            shape = outlook.shapes.of(phase, round(phase.requests / times), lane.has_owners, skew)
+            seconds = [sum_s + num * step_s for sum_s, step_s in zip(seconds, lane.times.seconds(shape), strict=True)]
+            steps += num
+        batch = outlook.first.requests / waves.begin
         for prefill in outlook.prefills(lane.has_owners):
             added = self._prefill(lane, prefill, outlook.shapes, outlook.first, batch, steps)
             seconds = [sum_s + more_s for sum_s, more_s in zip(seconds, added, strict=True)]
@@ -314,7 +314,7 @@ class Forecaster:
         prefills = outlook.prefills(lane.has_owners)
         if not prefills:
             return [0.0] * lane.times.num_layouts
-        batch = outlook.first.requests / max(1.0, self._fill(lane, outlook).begin)
+        batch = outlook.first.requests / self._fill(lane, outlook).waves.begin
         prefill = prefills[-1]
         share = rows / (prefill.steps * prefill.chunks * prefill.rows)
         seconds = self._prefill(lane, prefill, outlook.shapes, outlook.first, batch, prefill.steps)

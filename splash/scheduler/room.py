@@ -26,6 +26,11 @@ class Fill(NamedTuple):
     end: float
 
     @property
+    def waves(self) -> Fill:
+        """In how many waves it is served, since what does not fit waits: at least 1."""
+        return Fill(max(1.0, self.begin), max(1.0, self.end))
+
+    @property
     def full_share(self) -> float:
         """The share of the while in which memory is full, 0 to 1."""
         least, most = sorted(self)
