@@ -135,7 +135,6 @@ def _situation(running: list[Request], now: float, layout: Layout) -> Situation:
         num_wanted=0,
         num_queried=0,
         num_hit=0,
-        num_lost=0,
         live=lambda: running,
     )
 

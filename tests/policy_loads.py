@@ -62,7 +62,6 @@ def situation(
         num_wanted=idle_pages * ranks,
         num_queried=num_queried,
         num_hit=num_hit,
-        num_lost=0,
         live=lambda: [*running, *waiting],
     )
 

@@ -104,6 +104,11 @@ class EngineConfig:
     restart_window_s: float = 600.0
     seed: int = 0
 
+    @property
+    def graph_rows(self) -> int:
+        """Rows that decode steps are recorded for, 0 for none; see `splash.engine.graphs`."""
+        return self.max_num_seqs if self.graphs else 0
+
     def __post_init__(self) -> None:
         for name, ok, accepted in (
             ("ranks", self.ranks is None or self.ranks >= 1, "at least 1"),

@@ -232,7 +232,14 @@ class Engine:
         model = None
         if config.policy.kind == "cost" and config.description is not None:
             spec = limits.geometry.spec
-            model = CostModel(spec, config.description, self.ranks, config.dtype, config.page_size)
+            model = CostModel(
+                spec,
+                config.description,
+                self.ranks,
+                config.dtype,
+                config.page_size,
+                graph_rows=config.graph_rows,
+            )
         return make_policy(config.policy, limits, model)
 
     @property

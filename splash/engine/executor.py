@@ -138,7 +138,7 @@ class LocalGroup:
                 page_size=config.page_size,
                 num_slots=self._geometry.num_slots,
                 max_model_len=self._max_model_len,
-                graph_rows=config.max_num_seqs if config.graphs else 0,
+                graph_rows=config.graph_rows,
                 progress_fd=self._board_fd,
                 collective_timeout_s=self._timeout_s * COLLECTIVE_SHARE,
                 async_scheduling=self._async_scheduling,

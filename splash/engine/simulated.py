@@ -68,7 +68,7 @@ class SimulationConfig:
             time of the last step at the hardware's `trickle` share of its rate, so that copies never hold up a step.
         max_output_len: what every request gives as the most tokens that it may generate, so that nothing but serving it
             tells how many it will be. None lets each give just as many as it generates.
-        graph_rows, cheapest_forms: see `CostModel`.
+        cheapest_forms: see `CostModel`.
 
     Raises:
         ConfigError: naming the field that is out of range.
@@ -91,7 +91,7 @@ class SimulationConfig:
     switch_staging_mib: float = 256.0
     switch_copy_mib: float | None = None
     max_output_len: int | None = None
-    graph_rows: int = 512
+    graphs: bool = True
     cheapest_forms: bool = False
 
     def __post_init__(self) -> None:
@@ -233,7 +233,7 @@ class Simulation:
             config.dtype,
             config.page_size,
             config.kv_dtype,
-            config.graph_rows,
+            config.max_num_seqs if config.graphs else 0,
             config.cheapest_forms,
         )
         geometry = _geometry(config, model)

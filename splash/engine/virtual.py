@@ -89,7 +89,7 @@ class SimulatedExecutor:
             outcome = SwitchOutcome(exposed_s=costs.switch_us * MICRO)
             seconds += outcome.exposed_s
         elif run.switch is not None:
-            waits_for_all = self._model.replays_all_layers(load)
+            waits_for_all = self._model.replays_all_layers(layout, load)
             outcome = self._switch(run.switch, seconds, run.switch.layerwise and not waits_for_all)
             seconds += outcome.exposed_s
         total = self._total_tokens

@@ -73,7 +73,8 @@ class CostModel:
         dtype: of weights: "float32", "bfloat16" or "fp8". Activations are float32 or else bfloat16.
         page_size: token positions a page.
         kv_dtype: of the cache; None takes `dtype`.
-        graph_rows: steps of at most so many rows run as graphs, which need no launches, unless chunks see too much.
+        graph_rows: most requests that run at once, where steps are recorded as graphs, which need no launches; 0 where
+            they are not.
         cheapest_forms: a what-if: chunks attend absorbed or expanded as is predicted to be faster, and cp gathers
             histories or queries. False predicts what the model does: chunks are expanded from
             `ModelSpec.expanded_rows` rows on, with sharded projections to gathered history, and cp gathers histories.
@@ -96,7 +97,7 @@ class CostModel:
         dtype: str,
         page_size: int = 64,
         kv_dtype: str | None = None,
-        graph_rows: int = 512,
+        graph_rows: int = REPLAYED_ROWS,
         cheapest_forms: bool = False,
     ) -> None:
         self.spec = spec
@@ -104,7 +105,7 @@ class CostModel:
         self.ranks = ranks
         self.dtype = dtype
         self.page_size = page_size
-        self.graph_rows = graph_rows
+        self._graph_rows = min(graph_rows, REPLAYED_ROWS)
         self.stages = Stages(spec, hardware, ranks, dtype, kv_dtype or dtype, page_size)
         self.layouts = tuple(
             layout
@@ -153,7 +154,7 @@ class CostModel:
     def _cheapest(self, layout: Layout, load: StepLoad) -> tuple[StepCost, AttentionCost | None]:
         """The form of attention with which the whole step is cheapest: where launches show, fewer of them may win."""
         assert load.ranks == self.ranks
-        if load.num_chunks and self.stages.costs.launch_us and self.runs_as_graph(load):
+        if load.num_chunks and self.stages.costs.launch_us and self.runs_as_graph(layout, load):
             load = load.in_single_rows
         forms = self.attention.forms(layout, load) if load.num_rows else (None,)
         steps = [(self.step_with(layer, layout, load), layer) for layer in forms]
@@ -173,7 +174,7 @@ class CostModel:
         parts["reduction"] = self._reductions(layout, load)
         if layout.rows is Rows.SPLIT and load.num_sampled:
             parts["head"] += self.stages.all_gather(load.num_sampled * self._row_bytes)
-        return StepCost(layout, self.attend(parts, layer.attention, layer.ops, self.runs_as_graph(load)), parts)
+        return StepCost(layout, self.attend(parts, layer.attention, layer.ops, self.runs_as_graph(layout, load)), parts)
 
     def attend(self, parts: dict[str, float], layer_s: float, layer_ops: int, is_graph: bool) -> float:
         """Seconds of a step, of which the stages that do not depend on how many keys are attended to are known.
@@ -244,15 +245,22 @@ class CostModel:
         feedforward = self._num_moe * EXPERT_OPS + (num_layers - self._num_moe) * DENSE_OPS
         return num_layers * layer_ops + feedforward + END_OPS
 
-    def runs_as_graph(self, load: StepLoad) -> bool:
-        """Whether such a step is replayed as a whole, its chunks as single rows."""
-        if load.num_chunks and (load.num_rows > REPLAYED_ROWS or load.seen_keys > REPLAYED_KEYS):
-            return False
-        return load.num_rows <= self.graph_rows
+    def runs_as_graph(self, layout: Layout, load: StepLoad) -> bool:
+        """Whether such a step is replayed as a whole, its chunks as single rows: see `splash.engine.graphs`.
 
-    def replays_all_layers(self, load: StepLoad) -> bool:
+        Where rows or pages are with their owner, a graph has as many rows of every rank as of the one with most.
+        """
+        if load.num_chunks:
+            return load.num_rows <= self._graph_rows and load.seen_keys <= REPLAYED_KEYS
+        if layout.kv is KV.REQUEST:
+            return max(load.rows_T) <= self._graph_rows
+        if layout.rows is Rows.SPLIT:  # evenly
+            return load.num_rows <= self._graph_rows * self.ranks
+        return load.num_rows <= self._graph_rows
+
+    def replays_all_layers(self, layout: Layout, load: StepLoad) -> bool:
         """Whether such a step waits for all layers of a layer-wise switch. With chunks it runs layer by layer."""
-        return self.stages.costs.launch_us > 0 and not load.num_chunks and self.runs_as_graph(load)
+        return self.stages.costs.launch_us > 0 and not load.num_chunks and self.runs_as_graph(layout, load)
 
     def _launch(self, is_graph: bool, ops: int, device: float) -> float:
         """Operations take some time however small; without a graph, the host may be slower than the device."""

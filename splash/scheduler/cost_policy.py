@@ -145,7 +145,6 @@ class CostPolicy:
         if not (situation.running or situation.num_waiting):
             return None
         self._arrivals.found(situation.num_queried, situation.num_hit)
-        self._arrivals.lost(situation.now, situation.num_lost)
         outlook = self._forecaster.look(situation, self._arrivals, self._outputs)
         seconds = self._forecaster.seconds(situation.layout, outlook, outlook.skew)
         self._restraint.decides(situation.now, seconds * REST_SHARE)

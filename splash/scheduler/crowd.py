@@ -39,11 +39,13 @@ class Prompts(NamedTuple):
         rows: tokens left.
         requests: how many prompts.
         position: where the rows are, on average.
+        found: tokens besides, which need not be computed as they are in the prefix cache.
     """
 
     rows: float
     requests: float
     position: float
+    found: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Crowd:
         decoding, prefilling: how many of them decode, and have prompts left.
         rows_left, start: rows of those prompts, and where on average they are to be computed.
         queue, prompt: waiting requests, and their mean tokens.
+        again: mean tokens of those that they had generated when they were preempted, which are computed again.
         rate, arriving: arrivals a second, and their mean tokens.
         lasting_s: how long more they are expected.
         found: share of a prompt that need not be computed, since it is in the prefix cache.
@@ -77,6 +80,7 @@ class Crowd:
     start: float
     queue: int
     prompt: float
+    again: float
     rate: float
     arriving: float
     lasting_s: float
@@ -96,6 +100,7 @@ class Crowd:
             prefilling, rows_left = int(np.count_nonzero(is_prefill)), float(left[is_prefill].sum())
             start = float((left * (situation.computed_n + left / 2))[is_prefill].sum()) / rows_left
         waiting = [len(request.tokens) for request in situation.waiting]
+        again = sum(waiting) - sum([request.num_prompt for request in situation.waiting])
         allowed = [request.max_tokens for request in situation.waiting]
         tokens_n = situation.length_n.astype(np.float64)
         return cls(
@@ -110,6 +115,7 @@ class Crowd:
             start=start,
             queue=situation.num_waiting,
             prompt=sum(waiting) / len(waiting) if waiting else arrivals.prompt_tokens,
+            again=again / max(1, len(waiting)),
             rate=arrivals.rate(situation.now),
             arriving=arrivals.prompt_tokens,
             lasting_s=arrivals.lasting_s(situation.now),
@@ -164,13 +170,15 @@ class Crowd:
     def backlog(self) -> Prompts:
         """The prompts that can be computed together at once: those of running requests and of those admitted now."""
         admitted = self.wanted - self.running
-        rows = self.rows_left + admitted * self.prompt * (1 - self.found)
-        position = self.rows_left * self.start + admitted * self._positions(self.prompt)
-        return Prompts(rows, self.prefilling + admitted, position / max(1.0, rows))
+        found = self._found_waiting
+        rows = self.rows_left + admitted * (self.prompt - found)
+        position = self.rows_left * self.start + admitted * _positions(self.prompt, found)
+        return Prompts(rows, self.prefilling + admitted, position / max(1.0, rows), admitted * found)
 
-    def _positions(self, tokens: float) -> float:
-        """The sum of the positions of the rows of a prompt that are computed: those behind what is found."""
-        return tokens**2 * (1 - self.found**2) / 2
+    @property
+    def _found_waiting(self) -> float:
+        """Tokens of a waiting request that are found: others have computed its prompt, but not what it generated."""
+        return (self.prompt - self.again) * self.found
 
     def stream(self, steps: float, step_s: float) -> Prompts:
         """The prompts that come one by one in so many steps: replacements, and arrivals that need not queue."""
@@ -179,11 +187,12 @@ class Crowd:
         arrived = 0.0
         if self.queue <= self.wanted - self.running + replaced:
             arrived = self.rate * min(step_s * steps, self.lasting_s)
-        rows = (replaced * self.prompt + arrived * self.arriving) * (1 - self.found)
-        position = replaced * self._positions(self.prompt) + arrived * self._positions(self.arriving)
-        return Prompts(rows, replaced + arrived, position / max(1.0, rows))
+        waiting, coming = self._found_waiting, self.arriving * self.found
+        rows = replaced * (self.prompt - waiting) + arrived * (self.arriving - coming)
+        position = replaced * _positions(self.prompt, waiting) + arrived * _positions(self.arriving, coming)
+        return Prompts(rows, replaced + arrived, position / max(1.0, rows), replaced * waiting + arrived * coming)
 
-    def found_tokens(self, stream: Prompts) -> float:
-        """Tokens that are found in the cache of the prompts that are there and of those that come in a stream."""
-        there = (self.wanted - self.running) * self.prompt * self.found
-        return there + stream.rows * self.found / max(1e-3, 1 - self.found)
+
+def _positions(tokens: float, found: float) -> float:
+    """The sum of the positions of the rows of a prompt that are computed: those behind what is found."""
+    return (tokens**2 - found**2) / 2

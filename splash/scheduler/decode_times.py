@@ -28,7 +28,7 @@ class DecodeTimes:
         self._is_first = True
         forms = model.attention.decode_forms(layout, load)
         self._forms = None if forms is None else [_Form(model, form, layout, load) for form in forms]
-        self._is_graph = model.runs_as_graph(load)
+        self._is_graph = model.runs_as_graph(layout, load)
 
     def next(self) -> float:
         """Seconds of the next step, the first one at first."""

@@ -14,6 +14,15 @@ A layout whose memory holds only n of the N requests that are wanted serves them
     T(layout) = sum over both halves of steps x N / n x step(n)  +  prefill steps x (mixed step - decode step)     [s]
 
 which compares the throughput of layouts with the admission that each allows.
+
+Prefill steps include those of what is preempted. Where memory is full, whatever an ended request leaves is taken by one
+that waits. So of the pages that running requests grow by, each is taken from another request, which has to be computed
+again: pages are neither made nor lost, and every token that is generated costs one.
+
+    tokens lost(layout) = tokens generated in the outlook x share of it in which memory is full
+
+where the pages wanted go evenly from what they are at its begin to what they are at its end. Each layout is full at
+another time, as each has room of its own.
 """
 
 from __future__ import annotations
@@ -21,6 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -28,12 +38,13 @@ import numpy as np
 from splash.core.layout import KV, Layout
 from splash.scheduler.cost_model import CostModel
 from splash.scheduler.crowd import Crowd, Phase, Prompts
-from splash.scheduler.room import Room
+from splash.scheduler.room import Fill, Room
 from splash.scheduler.situation import Ints, Situation
 from splash.scheduler.step_times import Shape, StepTimes, coarsely, on_coarse_grid, on_grid
 from splash.scheduler.traffic import Arrivals, Outputs
 
 SKEW_STEPS = 10  # a skew is told to a tenth
+FITS = Fill(1.0, 1.0)  # of every layout that is never full
 
 
 class Skew(NamedTuple):
@@ -123,12 +134,13 @@ class Outlook:
         decode_steps: that each request takes, half of them in either batch.
         shared: steps that carry chunks as well, of the backlog and of what comes, where every rank takes part in them.
         owned: the same where owners alone compute their chunks, at once.
-        lost_tokens: that are preempted in it, and computed again, where memory does not suffice for all.
         found_tokens: of its prompts, that need not be computed as long as the prefix cache has them.
-        pages: of a request of the last and of the first phase.
+        wanted: requests at the begin and at the end; the phases have them too, the last on a coarse ladder.
+        pages: of one of them at the begin and at the end.
+        pages_held: of those that run now, with one each to grow by, which have room in every layout that is asked for.
         skew: of the owners now, where pages are kept by them.
         shapes: of its steps.
-        known: seconds that have been predicted, by whether layouts have owners, their skew, and the batches that fit.
+        known: seconds that have been predicted, by whether layouts have owners, their skew, and how full they are.
     """
 
     first: Phase
@@ -136,12 +148,13 @@ class Outlook:
     decode_steps: float
     shared: tuple[Prefill, ...]
     owned: tuple[Prefill, ...]
-    lost_tokens: float
     found_tokens: float
+    wanted: tuple[float, float]
     pages: tuple[float, float]
+    pages_held: int
     skew: Skew
     shapes: Shapes
-    known: dict[tuple[bool, Skew | None, tuple[float, float]], list[float]] = field(default_factory=dict)
+    known: dict[tuple[bool, Skew | None, Fill], list[float]] = field(default_factory=dict)
 
     @property
     def steps(self) -> float:
@@ -151,6 +164,15 @@ class Outlook:
     def prefills(self, has_owners: bool) -> tuple[Prefill, ...]:
         """The steps that carry chunks, by whether their owners alone compute them."""
         return self.owned if has_owners else self.shared
+
+    def lost(self, full_share: float) -> Prompts:
+        """What is preempted in a layout whose memory is full for that share of it, and has to be computed again.
+
+        It is the youngest requests that are, which are half as long as others on average.
+        """
+        rows = full_share * self.decode_steps * (self.first.requests + self.last.requests) / 2
+        each = max(2.0, (self.first.context + self.last.context) / 4)
+        return Prompts(rows, rows / each, each / 2)
 
 
 def _on_ladder(phase: Phase, first: Phase) -> Phase:
@@ -171,9 +193,9 @@ class _Lane:
     index: int  # of the layout in `times`
     capacity: Callable[[float], float]
 
-    def batch(self, phase: Phase, pages: float) -> float:
-        """Requests of a phase, of so many pages each, that run at once. Those that run now do fit."""
-        return max(1.0, min(phase.requests, max(phase.kept * phase.requests, self.capacity(pages))))
+    def fitting(self, pages: float, held: int) -> float:
+        """Requests of so many pages each that fit at once, where `held` pages are known to fit."""
+        return max(1.0, self.capacity(pages), held / pages)
 
 
 class Forecaster:
@@ -210,12 +232,13 @@ class Forecaster:
             skew = skew_of(situation.owner_n, situation.length_n, situation.ranks)
         shapes = Shapes(self._ranks, int(situation.length_n.max(initial=1)))
         pages = self._pages(first, situation)
-        batch = lane.batch(first, pages)
+        held = situation.num_pages
+        batch = min(first.requests, lane.fitting(pages, held))
         decode = lane.times.seconds(shapes.of(first, round(batch), lane.has_owners, skew))[lane.index]
         step_s = first.requests / batch * decode
         steps = crowd.steps_to_half(self._horizon_s / step_s, step_s)
-        stream = crowd.stream(steps, step_s)
-        both = self._prefills(crowd, arrivals, stream, max(1.0, stream.requests / steps))
+        backlog, stream = crowd.backlog(), crowd.stream(steps, step_s)
+        both = self._prefills(crowd, arrivals, backlog, stream, steps)
         prefills = both[lane.has_owners]
         prefill_s = sum([self._prefill(lane, each, shapes, first, batch, covered=0.0)[lane.index] for each in prefills])
         if prefill_s > self._horizon_s:
@@ -226,16 +249,17 @@ class Forecaster:
         alone = max(0.0, self._horizon_s - prefill_s) / step_s
         if steps > (most := sum([prefill.steps for prefill in prefills]) + alone):
             steps, stream = most, crowd.stream(most, step_s)
-        last = _on_ladder(crowd.later(steps, step_s), first)
+        ahead = crowd.later(steps, step_s)
         return Outlook(
             first=first,
-            last=last,
+            last=_on_ladder(ahead, first),
             decode_steps=steps,
             shared=tuple(both[False]),
             owned=tuple(both[True]),
-            lost_tokens=arrivals.lost_rate * max(steps * step_s, prefill_s),
-            found_tokens=crowd.found_tokens(stream),
-            pages=(self._pages(last, situation), pages),
+            found_tokens=backlog.found + stream.found,
+            wanted=(first.requests, ahead.requests),
+            pages=(pages, self._pages(ahead, situation)),
+            pages_held=held,
             skew=skew,
             shapes=shapes,
         )
@@ -243,30 +267,41 @@ class Forecaster:
     def seconds(self, layout: Layout, outlook: Outlook, skew: Skew | None) -> float:
         """How long the outlook takes in `layout` with owners of that skew, None for even ones."""
         lane = self._lanes[layout]
-        batches = lane.batch(outlook.last, outlook.pages[0]), lane.batch(outlook.first, outlook.pages[1])
-        key = lane.has_owners, skew if lane.has_owners else None, batches
+        fill = self._fill(lane, outlook)
+        key = lane.has_owners, skew if lane.has_owners else None, fill
         known = outlook.known.get(key)
         if known is None:
-            known = outlook.known[key] = self._seconds(lane, outlook, skew, batches)
+            known = outlook.known[key] = self._seconds(lane, outlook, skew, fill)
         return known[lane.index]
 
-    def _seconds(self, lane: _Lane, outlook: Outlook, skew: Skew | None, batches: tuple[float, float]) -> list[float]:
-        """The same for all layouts that feel the same shapes, with so many requests of the last and the first phase."""
-        seconds, steps, is_tight = [0.0] * lane.times.num_layouts, 0.0, False
-        for phase, batch in zip((outlook.last, outlook.first), batches, strict=True):
-            is_tight |= batch < phase.requests
-            waves = outlook.decode_steps / 2 * phase.requests / batch
-            shape = outlook.shapes.of(phase, round(batch), lane.has_owners, skew)
-            seconds = [sum_s + waves * step_s for sum_s, step_s in zip(seconds, lane.times.seconds(shape), strict=True)]
-            steps += waves
+    def _fill(self, lane: _Lane, outlook: Outlook) -> Fill:
+        pairs, held = zip(outlook.wanted, outlook.pages, strict=True), outlook.pages_held
+        fill = Fill(*[requests / lane.fitting(pages, held) for requests, pages in pairs])
+        return fill if max(fill) > 1 else FITS
+
+    def _seconds(self, lane: _Lane, outlook: Outlook, skew: Skew | None, fill: Fill) -> list[float]:
+        """The same for all layouts that feel the same shapes and are as full."""
+        seconds, steps, waves = [0.0] * lane.times.num_layouts, 0.0, fill.waves
+        for phase, times in ((outlook.last, waves.end), (outlook.first, waves.begin)):
+            num = outlook.decode_steps / 2 * times
+            shape = outlook.shapes.of(phase, round(phase.requests / times), lane.has_owners, skew)
+            seconds = [sum_s + num * step_s for sum_s, step_s in zip(seconds, lane.times.seconds(shape), strict=True)]
+            steps += num
+        batch = outlook.first.requests / waves.begin
         for prefill in outlook.prefills(lane.has_owners):
-            added = self._prefill(lane, prefill, outlook.shapes, outlook.first, batches[1], steps)
+            added = self._prefill(lane, prefill, outlook.shapes, outlook.first, batch, steps)
             seconds = [sum_s + more_s for sum_s, more_s in zip(seconds, added, strict=True)]
             steps = max(0.0, steps - prefill.steps)
-        if is_tight and outlook.lost_tokens:
-            again = self._rows_s(lane, outlook, outlook.lost_tokens)
-            seconds = [sum_s + more_s for sum_s, more_s in zip(seconds, again, strict=True)]
+        if fill.full_share:
+            again = self._lost(outlook, fill.full_share)[lane.has_owners]
+            added = self._prefill(lane, again, outlook.shapes, outlook.first, batch, again.steps)
+            seconds = [sum_s + more_s for sum_s, more_s in zip(seconds, added, strict=True)]
         return seconds
+
+    def _lost(self, outlook: Outlook, full_share: float) -> tuple[Prefill, Prefill]:
+        """Steps in which what is preempted is computed again, as it comes; see `_dealt`."""
+        lost, decoding = outlook.lost(full_share), outlook.first.requests
+        return self._dealt(lost, max(1.0, lost.requests / outlook.decode_steps), decoding, lambda chunks: 1.0)
 
     def recompute_s(self, layout: Layout, outlook: Outlook, tokens: float) -> float:
         """Seconds to compute, in `layout`, what of the outlook's prompts would have been found in `tokens` of cache."""
@@ -279,40 +314,53 @@ class Forecaster:
         prefills = outlook.prefills(lane.has_owners)
         if not prefills:
             return [0.0] * lane.times.num_layouts
-        batch = lane.batch(outlook.first, outlook.pages[1])
+        batch = outlook.first.requests / self._fill(lane, outlook).waves.begin
         prefill = prefills[-1]
         share = rows / (prefill.steps * prefill.chunks * prefill.rows)
         seconds = self._prefill(lane, prefill, outlook.shapes, outlook.first, batch, prefill.steps)
         return [share * all_s for all_s in seconds]
 
-    def _prefills(self, crowd: Crowd, arrivals: Arrivals, stream: Prompts, coming: float) -> list[list[Prefill]]:
-        """The steps that carry chunks of the backlog, and of a stream, of which `coming` prompts come a step.
+    def _prefills(
+        self, crowd: Crowd, arrivals: Arrivals, backlog: Prompts, stream: Prompts, steps: float
+    ) -> list[list[Prefill]]:
+        """The steps that carry chunks of the backlog, and of a stream that comes evenly in so many steps.
 
-        First where every rank takes part in each, and prompts are computed one after another; then with owners, one of
-        each owner at once: as many rows on every rank, as long as prompts last for that.
+        First where every rank takes part in each, then with owners; see `_dealt`.
         """
-        shared, owned, backlog = list[Prefill](), list[Prefill](), crowd.backlog()
+        shared, owned = list[Prefill](), list[Prefill]()
+        unevenness = partial(arrivals.unevenness, ranks=self._ranks)
         for prompts, at_once, decoding in (
             (backlog, backlog.requests, (crowd.decoding + crowd.wanted) / 2),
-            (stream, coming, crowd.wanted),
+            (stream, max(1.0, stream.requests / steps), crowd.wanted),
         ):
-            if prompts.rows < 1:
-                continue
-            budget, each = max(2.0, self._max_rows - decoding), max(2.0, prompts.rows / prompts.requests)
-            most, ready = math.ceil(budget / each), max(1, math.ceil(at_once))
-            chunks = on_coarse_grid(min(ready, most))
-            rows, start = self._rows(prompts, chunks, each, budget)
-            top = on_coarse_grid(round(rows * arrivals.unevenness(chunks, self._ranks)))
-            shared.append(Prefill(prompts.rows / (chunks * rows), chunks, rows, start, top, decoding))
-            if at_once * each <= budget:  # a step has room for all
-                owned.append(shared[-1])
-                continue
-            chunks = on_coarse_grid(min(ready, max(most, self._ranks)))
-            if at_once >= self._ranks:
-                chunks = self._ranks * on_coarse_grid(max(1, round(chunks / self._ranks)))
-            rows, start = self._rows(prompts, chunks, each, budget)
-            owned.append(Prefill(prompts.rows / (chunks * rows), chunks, rows, start, rows, decoding))
+            if prompts.rows >= 1:
+                one_after_another, by_owner = self._dealt(prompts, at_once, decoding, unevenness)
+                shared.append(one_after_another)
+                owned.append(by_owner)
         return [shared, owned]
+
+    def _dealt(
+        self, prompts: Prompts, at_once: float, decoding: float, unevenness: Callable[[int], float]
+    ) -> tuple[Prefill, Prefill]:
+        """The steps that carry chunks of prompts, of which so many are there at once, beside so many that decode.
+
+        First where every rank takes part in each, and prompts are computed one after another; then with owners, one of
+        each owner at once: as many rows on every rank, as long as prompts last for that. By chunks of a step,
+        `unevenness` is the rows of the busiest rank over the average.
+        """
+        budget, each = max(2.0, self._max_rows - decoding), max(2.0, prompts.rows / prompts.requests)
+        most, ready = math.ceil(budget / each), max(1, math.ceil(at_once))
+        chunks = on_coarse_grid(min(ready, most))
+        rows, start = self._rows(prompts, chunks, each, budget)
+        top = on_coarse_grid(round(rows * unevenness(chunks)))
+        shared = Prefill(prompts.rows / (chunks * rows), chunks, rows, start, top, decoding)
+        if at_once * each <= budget:  # a step has room for all
+            return shared, shared
+        chunks = on_coarse_grid(min(ready, max(most, self._ranks)))
+        if at_once >= self._ranks:
+            chunks = self._ranks * on_coarse_grid(max(1, round(chunks / self._ranks)))
+        rows, start = self._rows(prompts, chunks, each, budget)
+        return shared, Prefill(prompts.rows / (chunks * rows), chunks, rows, start, rows, decoding)
 
     def _rows(self, prompts: Prompts, chunks: int, each: float, budget: float) -> tuple[int, int]:
         """(rows, start) of one of so many chunks, where prompts have `each` tokens and a step `budget` rows."""

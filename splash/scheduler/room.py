@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,6 +13,30 @@ from splash.core.memory import ArenaGeometry
 from splash.scheduler.footprint import received_weight_bytes
 from splash.scheduler.prefix_cache import MOST_TAKEN_ALONG
 from splash.scheduler.situation import Situation
+
+
+class Fill(NamedTuple):
+    """How far what is wanted fills the memory of a layout: the requests over those that fit at once.
+
+    Attributes:
+        begin, end: of a while, in which it goes evenly from the one to the other.
+    """
+
+    begin: float
+    end: float
+
+    @property
+    def waves(self) -> Fill:
+        """In how many waves it is served, since what does not fit waits: at least 1."""
+        return Fill(max(1.0, self.begin), max(1.0, self.end))
+
+    @property
+    def full_share(self) -> float:
+        """The share of the while in which memory is full, 0 to 1."""
+        least, most = sorted(self)
+        if most <= 1:
+            return 0.0
+        return 1.0 if least >= 1 else (most - 1) / (most - least)
 
 
 class Room:

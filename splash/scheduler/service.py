@@ -50,7 +50,6 @@ class Service:
 
     Attributes:
         num_preemptions: how often a request lost its pages to another.
-        num_lost: tokens that were computed and had to be forgotten in those.
         num_queried, num_hit: tokens of prompts that were looked for in the cache, and those of them that were there.
         holds_admission: while set, waiting requests stay where they are.
     """
@@ -59,7 +58,6 @@ class Service:
         self.config = config
         self.pool = pool
         self.num_preemptions = 0
-        self.num_lost = 0
         self.num_queried = 0
         self.num_hit = 0
         self.holds_admission = False
@@ -229,7 +227,6 @@ class Service:
         """Take the pages of the running request at `index` and let it wait, in its place in the order of service."""
         request = self._running.pop(index)
         self._release([request])
-        self.num_lost += request.num_computed
         request.num_computed = 0
         self._waiting.push(request)
         self.num_preemptions += 1

@@ -37,7 +37,6 @@ class Situation:
         idle_T: by rank, pages that no request holds but a request may find in the cache.
         num_wanted: about how many of those, copies included, will be found.
         num_queried, num_hit: tokens of prompts that were looked for in the cache so far, and those found.
-        num_lost: tokens that were computed so far and forgotten since another request needed their pages.
         live: all live requests, asked for only when a switch is about to be proposed.
     """
 
@@ -53,7 +52,6 @@ class Situation:
     num_wanted: int
     num_queried: int
     num_hit: int
-    num_lost: int
     live: Callable[[], Iterable[Request]]
 
     @classmethod
@@ -73,7 +71,6 @@ class Situation:
             num_wanted=pool.num_wanted,
             num_queried=scheduler.num_queried,
             num_hit=scheduler.num_hit,
-            num_lost=scheduler.num_lost,
             live=lambda: scheduler.requests,
         )
 

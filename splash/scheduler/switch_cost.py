@@ -120,7 +120,7 @@ def _cost(
     layer_s = begin + pages_s + weights_s
 
     exposed, background, steps, slowdown = costs.switch_us * MICRO, 0.0, 0, 1.0
-    waits_for_all = model.replays_all_layers(load)
+    waits_for_all = model.replays_all_layers(target, load)
     if moves and (method == "blocking" or (method == "layerwise" and waits_for_all)):
         exposed += num_layers * layer_s
     elif moves and method == "layerwise":

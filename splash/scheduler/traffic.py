@@ -52,9 +52,6 @@ class Arrivals:
         self._looked_up = (0, 0)  # tokens looked for and found, in all
         self._queried = 0.0  # the same, older ones worth less
         self._hit = 0.0
-        self._lost = 0  # tokens lost, in all
-        self._lost_s = 0.0  # as of
-        self._lost_recently = 0.0  # older ones worth less
 
     def add(self, now: float, num_prompt_tokens: int) -> None:
         """A request of so many prompt tokens came at `now` seconds."""
@@ -97,17 +94,6 @@ class Arrivals:
             keep = math.exp(-queried / (PROMPTS * max(1.0, self.prompt_tokens)))
             self._queried = self._queried * keep + queried
             self._hit = self._hit * keep + hit
-
-    def lost(self, now: float, num_lost: int) -> None:
-        """So many tokens have been lost to preemptions so far, as of `now` seconds."""
-        keep = math.exp((self._lost_s - now) / WINDOW_S)
-        self._lost_recently = self._lost_recently * keep + num_lost - self._lost
-        self._lost, self._lost_s = num_lost, now
-
-    @property
-    def lost_rate(self) -> float:
-        """Tokens a second that have to be computed again, since memory did not suffice."""
-        return self._lost_recently * (1 - self.found_share) / WINDOW_S
 
     @property
     def found_share(self) -> float:

@@ -115,6 +115,7 @@ def cost_model(point: Point, ranks: int | None = None) -> CostModel:
         settings.dtype,
         settings.page_size,
         settings.kv_dtype,
+        settings.max_num_seqs,
         cheapest_forms=settings.cheapest_forms,
     )
 

@@ -15,11 +15,16 @@ from hypothesis import strategies as st
 
 from splash.core.layout import LAYOUTS, Rows
 from splash.core.memory import ArenaGeometry
+from splash.core.step import Query, StepPlan
 from splash.engine.graphs import buckets_for, padded_counts
+from splash.layouts.rows import step_rows
+from splash.layouts.tables import PageTables
 from splash.platform.base import AttentionBackend, AttentionBatch, CapturableAttention, Graph, Graphs, QueryShape, Rank
+from splash.scheduler.load import StepLoad
 from tests.cpu import model_programs
 from tests.cpu.group import run_group
 from tests.cpu.model_programs import geometry_for
+from tests.pure.test_cost_model import tiny_model
 
 _T = TypeVar("_T")
 
@@ -147,3 +152,20 @@ def test_rows_fit_the_smallest_graph_that_has_room(counts: Sequence[int], most: 
         assert sum(padded) >= sum(counts) and max(padded) in buckets
         if layout.rows is Rows.SPLIT:
             assert all(count <= room for count, room in zip(counts, padded, strict=True))
+
+
+@given(
+    owners=st.lists(st.integers(0, 3), min_size=1, max_size=40),
+    ranks=st.sampled_from([1, 2, 4]),
+    most=st.integers(1, 300) | st.integers(1, 12),
+)
+def test_the_cost_model_knows_which_steps_there_are_graphs_for(owners: list[int], ranks: int, most: int) -> None:
+    """As many rows of every rank where rows or pages are with their owner, as many in all elsewhere."""
+    queries = [Query(index, 0, (1,), owner % ranks, True, ((0,) * ranks,)) for index, owner in enumerate(owners)]
+    queries.sort(key=lambda query: query.owner)
+    model = tiny_model(ranks, graph_rows=most)
+    for name, layout in LAYOUTS.items():
+        plan = StepPlan(0, 0, name, tuple(queries))
+        rows = step_rows(plan, layout, 0, ranks, 4, PageTables(ranks))
+        has_graph = padded_counts(rows.counts_T, layout, buckets_for(most)) is not None
+        assert model.runs_as_graph(layout, StepLoad.of_plan(plan, ranks)) == has_graph, name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import msgspec
 import numpy as np
@@ -16,11 +17,12 @@ from splash.core.layout import DCP, DOP, DP, KV, LAYOUTS, TP, Layout
 from splash.core.memory import ArenaGeometry
 from splash.scheduler.cost_model import CostModel
 from splash.scheduler.cost_policy import CostPolicy
+from splash.scheduler.crowd import Crowd
 from splash.scheduler.outlook import Forecaster
 from splash.scheduler.owners import balance_owners
 from splash.scheduler.policy import PolicyConfig
 from splash.scheduler.request import Request
-from splash.scheduler.room import Room
+from splash.scheduler.room import Fill, Room
 from splash.scheduler.traffic import Arrivals, Outputs
 from tests.policy_loads import decoding, limits, request, situation
 from tests.pure.test_cost_model import H200, shipped
@@ -216,22 +218,65 @@ def test_where_memory_limits_admission_it_prefers_the_layout_that_admits_more() 
     assert tight.layout is not DP and GEOMETRY.page_slots(tight.layout, 0).size > GEOMETRY.page_slots(DP, 0).size
 
 
-def test_what_preemptions_cost_is_charged_where_memory_does_not_suffice() -> None:
-    """Tokens that are lost and computed again would not be in a layout that has room for all."""
-    waiting = [request(100 + i, None, 1000, 0, max_tokens=20_000) for i in range(40)]
-    running, few = decoding(24, 9000, output=8000, max_tokens=20_000), GEOMETRY.num_weight_slots + 450
-    geometry = dataclasses.replace(GEOMETRY, num_slots=few)
-    forecaster = Forecaster(H200, Room(geometry, H200.layouts, 1 << 30), 512, 8192, 30.0)
-    calm, busy = Arrivals(), Arrivals()
-    for now in range(10):
-        busy.lost(float(now), 20_000 * now)
-    assert calm.lost_rate == 0 and busy.lost_rate == pytest.approx(20_000, rel=0.5)
-    load = situation(10.0, DP, running, waiting)
-    quiet, loud = (forecaster.look(load, arrivals, Outputs()) for arrivals in (calm, busy))
-    dp, dop = (
-        (forecaster.seconds(layout, quiet, None), forecaster.seconds(layout, loud, None)) for layout in (DP, DOP)
-    )
-    assert dp[1] > dp[0] and dop[1] == dop[0]
+def forecaster_with(pages: int, model: CostModel = H200) -> Forecaster:
+    """Of arenas with room for so many pages a rank beside whole weights."""
+    geometry = dataclasses.replace(GEOMETRY, num_slots=GEOMETRY.num_weight_slots + pages)
+    return Forecaster(model, Room(geometry, model.layouts, 1 << 40), 512, 8192, horizon_s=30.0)
+
+
+def test_requests_that_outgrow_a_layout_are_computed_again_there() -> None:
+    """All that run fit in both now, and nobody waits; within the horizon they need more pages than dp has."""
+    load = situation(0.0, DP, decoding(256, 9000, output=8000, max_tokens=20_000))
+    held, outputs, seconds = -(-9000 // 64) * 256 // 8, Outputs(), {}
+    for _ in range(100):
+        outputs.add(19_000)
+    for pages in (held + 40, 3 * held):
+        forecaster = forecaster_with(pages)
+        outlook = forecaster.look(load, Arrivals(), outputs)
+        seconds[pages] = [forecaster.seconds(layout, outlook, None) for layout in (DP, DOP)]
+    (full_dp, full_dop), (roomy_dp, roomy_dop) = seconds.values()
+    assert full_dp > 1.1 * roomy_dp and full_dop == roomy_dop
+    assert roomy_dp < roomy_dop and full_dp > full_dop
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    count=st.integers(1, 500),
+    tokens=st.integers(200, 20_000),
+    queue=st.integers(0, 300),
+    pages=st.lists(st.integers(10, 20_000), min_size=2, max_size=4),
+)
+def test_more_room_never_makes_a_layout_slower(count: int, tokens: int, queue: int, pages: list[int]) -> None:
+    waiting = [request(1000 + i, None, 1000, 0, max_tokens=20_000) for i in range(queue)]
+    load = situation(0.0, TP, decoding(count, tokens, max_tokens=20_000), waiting)
+    held = load.num_pages
+    before: dict[Layout, float] = {}
+    outlook = forecaster_with(held).look(load, Arrivals(), Outputs())
+    for more in sorted(pages):
+        forecaster = forecaster_with(more)
+        seconds = {
+            layout: forecaster.seconds(layout, dataclasses.replace(outlook, known={}), None) for layout in H200.layouts
+        }
+        # Batches are put on a grid of a tenth.
+        assert all(seconds[layout] <= before.get(layout, math.inf) * 1.1 for layout in seconds)
+        before = seconds
+
+
+@given(begin=st.floats(0, 3), end=st.floats(0, 3))
+def test_memory_is_full_from_when_what_is_wanted_exceeds_it(begin: float, end: float) -> None:
+    wanted = np.linspace(begin, end, 2001)
+    assert Fill(begin, end).full_share == pytest.approx(np.mean(wanted > 1), abs=1e-3)
+
+
+def test_what_preempted_requests_generated_is_not_found_in_the_cache() -> None:
+    """Others have computed their prompts, nobody what came after."""
+    arrivals = Arrivals()
+    arrivals.found(10_000, 9000)
+    for outputs in (0, 2000):
+        load = situation(0.0, DP, [], [request(i, None, 1000, outputs) for i in range(8)])
+        backlog = Crowd.of(load, arrivals, Outputs(), 512).backlog()
+        assert backlog.rows == pytest.approx(8 * (100 + outputs)) and backlog.found == pytest.approx(8 * 900)
+        assert backlog.position == pytest.approx((900 + 1000 + outputs) / 2)
 
 
 def test_prompts_of_many_owners_are_predicted_as_they_are_planned() -> None:

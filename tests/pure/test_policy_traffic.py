@@ -7,6 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from splash.core.layout import DCP, DP, KV, TP, Layout
+from splash.core.request import SamplingParams
+from splash.core.step import StepOutput
+from splash.scheduler.config import SchedulerConfig
+from splash.scheduler.prefix_cache import PrefixCache
+from splash.scheduler.scheduler import Scheduler
 from splash.scheduler.traffic import UNKNOWN_TOKENS, WINDOW_S, Arrivals, Outputs, unevenness
 
 
@@ -145,3 +151,29 @@ def test_a_burst_is_no_rate_once_it_is_over() -> None:
     assert arrivals.rate(10.0) == pytest.approx(1000 / WINDOW_S)
     assert arrivals.rate(11.0) == pytest.approx(3.0)
     assert arrivals.rate(1000.0) < 0.01
+
+
+@pytest.mark.parametrize("layout", [TP, DP, DCP], ids=str)
+def test_a_token_that_is_generated_in_full_memory_costs_one_that_is_computed_again(layout: Layout) -> None:
+    """As the outlook reckons: what an ended request leaves is taken by one that waits, so growth takes from others."""
+    random = np.random.default_rng(5)
+    config = SchedulerConfig(
+        max_num_seqs=1000, max_batched_tokens=2000, max_model_len=4000, page_size=4, eos_token_ids=frozenset({0})
+    )
+    slots = 2000 if layout.kv is KV.REPLICATED else 500
+    scheduler = Scheduler(config, PrefixCache(layout, [np.arange(slots)] * 4))
+    for id, length in enumerate(np.exp(random.normal(5.5, 0.8, 400)).astype(int) + 1):
+        params = SamplingParams(max_tokens=min(1500, int(length)), ignore_eos=True)
+        scheduler.add(id, [1] * int(random.integers(10, 60)), params, seed=0)
+    computed: dict[int, int] = {}
+    generated = lost = 0
+    while scheduler.num_waiting > 100:
+        plan = scheduler.schedule()
+        assert plan is not None
+        lost += sum(computed.pop(id) for id in plan.released if id not in plan.finished)
+        for query in plan.queries:
+            computed[query.request] = query.start + len(query.tokens)
+        sampled = tuple(query.request for query in plan.queries if query.sample)
+        generated += len(sampled) if scheduler.num_preemptions else 0
+        scheduler.apply(StepOutput(plan.step, plan.epoch, sampled, (1,) * len(sampled), (None,) * len(sampled)))
+    assert generated > 10_000 and lost == pytest.approx(generated, rel=0.3)
