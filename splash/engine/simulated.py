@@ -52,7 +52,8 @@ STEPS_AT_ONCE = 1024  # at most, so that callers may look now and then
 
 @dataclass(frozen=True)
 class SimulationConfig:
-    """What to simulate. Fields that an engine has as well mean the same as in `EngineConfig`.
+    """What to simulate. Fields that an engine has as well mean the same as in `EngineConfig`,
+    `switch_copy_mib` apart.
 
     Attributes:
         spec: the model.

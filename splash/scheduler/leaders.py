@@ -28,22 +28,31 @@ class Leaders:
     def __init__(self, pool: PrefixCache, page_size: int, requests: Iterable[Request]) -> None:
         self._pool = pool
         self._page_size = page_size
-        self._priorities: dict[bytes, int] = {}  # by key of such a page, of the most important request that computes it
+        # By such a page's number and key, the priority of the most important request that computes it.
+        self._priorities: dict[int, dict[bytes, int]] = {}
         for request in requests:
             self.add(request)
 
     def add(self, request: Request) -> None:
         """Take in a request that has begun."""
         page = request.num_computed // self._page_size
-        if not request.live or page >= len(request.keys):
+        if not request.live or page >= self._num_shareable(request):
             return
         key, priority = request.keys[page], request.priority
         if not self._pool.has(key):
-            self._priorities[key] = min(self._priorities.get(key, priority), priority)
+            priorities = self._priorities.setdefault(page, {})
+            priorities[key] = min(priorities.get(key, priority), priority)
 
     def hold(self, request: Request) -> bool:
         """Whether a waiting request had better wait for one that is as important or more so."""
-        priorities = self._priorities
-        if not priorities or priorities.keys().isdisjoint(request.keys) or request.is_unscored:
-            return False
-        return min(priorities[key] for key in request.keys if key in priorities) <= request.priority
+        most = self._num_shareable(request)
+        for page, priorities in self._priorities.items():
+            if page < most:
+                priority = priorities.get(request.keys[page])
+                if priority is not None and priority <= request.priority:
+                    return not request.is_unscored
+        return False
+
+    def _num_shareable(self, request: Request) -> int:
+        """Pages of a request that it would not compute if they were there: at least its last token it does."""
+        return min(len(request.keys), (len(request.tokens) - 1) // self._page_size)

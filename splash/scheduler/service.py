@@ -35,7 +35,7 @@ from splash.scheduler.queue import WaitingQueue
 from splash.scheduler.request import Request
 
 LOOK_AHEAD = 16  # requests behind the first in the queue that may be short enough to begin before it
-MOST_HELD = 256  # requests that wait for a leader and are passed over in one step
+MOST_HELD = 1024  # requests that wait for a leader and are passed over in one step
 FEW = 32  # where less than one of so many ends, each that does is looked for, else all are looked at
 
 _by_order = attrgetter("order")
@@ -81,7 +81,8 @@ class Service:
         return self._waiting.sample(limit)
 
     def first_is_stuck(self) -> tuple[bool, Keys]:
-        """Whether nobody who waits could begin, and the keys of pages whose entry into the cache may change that."""
+        """Where all that run decode: whether nobody who waits could begin, and the keys of pages whose entry into the
+        cache may change that."""
         request = self._waiting.first
         if request is None or self.holds_admission:
             return True, ()
@@ -127,7 +128,9 @@ class Service:
         held: list[Request] = []
         leaders = self._leaders(batch)
         while not self.holds_admission and (request := self._waiting.first) is not None:
-            if len(held) < MOST_HELD and leaders.hold(request):
+            if leaders.hold(request):
+                if len(held) == MOST_HELD:
+                    break
                 held.append(request)
                 self._waiting.pop()
                 continue
@@ -148,6 +151,7 @@ class Service:
                 batch = after
                 for victim in victims:
                     self._preempt(self._running.index(victim))
+                leaders = self._leaders(batch)
             elif not begins:
                 self._admit_short(batch, place, leaders)
                 break

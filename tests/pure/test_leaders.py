@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from splash.core.layout import CP, DP, LAYOUTS, TP, Layout
 from splash.core.request import SamplingParams
 from splash.core.step import StepOutput, StepPlan
+from splash.scheduler import service
 from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.page_keys import extend_keys
 from splash.scheduler.prefix_cache import PrefixCache
@@ -79,6 +80,40 @@ def test_a_leader_that_is_dropped_is_waited_for_no_longer() -> None:
     assert starts(step(scheduler)) == {0: 0}
     scheduler.abort(0)
     assert starts(step(scheduler)) == {1: 8}, "what it had computed is there"
+
+
+def test_a_leader_that_has_to_make_way_leads_nobody_and_is_not_overtaken() -> None:
+    scheduler = scheduler_of(budget=8, slots=22)
+    add(scheduler, 0, list(range(1, 82)), priority=1)
+    for _ in range(2):
+        step(scheduler)
+    add(scheduler, 1, list(range(200, 205)), priority=0)
+    scheduler.add(2, [300, 301, 302], SamplingParams(max_tokens=60, ignore_eos=True), 0, 1)
+    assert set(starts(step(scheduler))) == {1}, "the first in the queue needs the room that is left"
+    assert scheduler.num_preemptions == 1
+    while scheduler.num_waiting > 1:
+        step(scheduler)
+    assert [request.id for request in scheduler.running if request.held] == [0]
+
+
+def test_who_waits_for_too_many_to_pass_stops_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "MOST_HELD", 2)
+    scheduler = scheduler_of()
+    for id in range(4):
+        add(scheduler, id, SHARED)
+    add(scheduler, 4, [90, *SHARED])
+    assert starts(step(scheduler)) == {0: 0}
+    assert set(starts(step(scheduler))) == {0, 1, 2, 3, 4}
+
+
+def test_nobody_waits_for_the_page_of_its_own_last_token() -> None:
+    scheduler = scheduler_of(budget=14)
+    for id in (0, 1):
+        keys: list[bytes] = []
+        extend_keys(keys, SHARED[:16] + [7] * 4, SIZE, 5)  # as far as a simulation knows them
+        scheduler.add(id, SHARED[:16], SamplingParams(max_tokens=3, ignore_eos=True), 0, 0, keys)
+    assert starts(step(scheduler)) == {0: 0}
+    assert starts(step(scheduler)) == {0: 14, 1: 12}
 
 
 def test_whose_prompt_is_scored_neither_waits_nor_finds() -> None:

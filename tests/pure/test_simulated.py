@@ -128,6 +128,7 @@ busy = st.one_of(
     prefix_cache=st.booleans(),
     kind=st.sampled_from(["static", "static", "threshold", "cost"]),
     switches=st.dictionaries(st.floats(0.1, 10), st.sampled_from(sorted(LAYOUTS)), max_size=2),
+    num_priorities=st.integers(1, 3),
 )
 def test_steps_without_plans_change_nothing(
     requests: Requests,
@@ -138,8 +139,10 @@ def test_steps_without_plans_change_nothing(
     prefix_cache: bool,
     kind: Kind,
     switches: dict[float, str],
+    num_priorities: int,
 ) -> None:
     """Times, cache, preemptions and switches, to the last digit, with all pages free in the end."""
+    requests = dataclasses.replace(requests, priority=np.arange(len(requests)) % num_priorities)
     chosen = config(
         layout=layout,
         policy=PolicyConfig(kind=kind, cooldown_s=0.5, margin=0.0, few_requests=8),

@@ -88,7 +88,8 @@ class PeerSums:
         arenas: one layer, `region_bytes(max_bytes, part_bytes)` long, zeros at first. The caller closes it.
         rank: whose sums these are.
         ranks: T.
-        timeout_s: how long to wait for a peer, roughly: at least that, and up to a few times as long.
+        timeout_s: how long to wait for a peer, roughly: at least that, or 268 s if that is less, and up to a few times
+            as long.
         max_bytes: of an input.
         part_bytes: of the input, a program's: a multiple of 128.
     """
