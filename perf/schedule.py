@@ -63,6 +63,10 @@ class Bench:
         self._rng = random.Random(0)
         self._shared = [self._rng.randrange(1000) for _ in range(SHARED)]
         self._next_id = 0
+        if prefix_cache:  # what all prompts begin with is there, so that none waits for another to compute it
+            self.add(SHARED + PAGE, max_tokens=1)
+            while self.scheduler.has_work:
+                self.step()
 
     def add(self, length: int, max_tokens: int = MAX_MODEL_LEN) -> None:
         """A request with a prompt of `length` tokens, of which the first are those of every prompt."""
