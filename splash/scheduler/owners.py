@@ -12,9 +12,9 @@ from operator import gt
 from splash.scheduler.idle_pages import CachedPage
 from splash.scheduler.prefix_cache import Found, PrefixCache
 
-# To compute a token takes a rank as long as having one more in its context does in so many dozens of decode steps: it
-# goes through all weights, where in decode one key is read. So requests go where more of them is there already, unless
-# that rank has so many times as much more in its context than another as they would have to compute there.
+# Tokens of context that weigh as much as one to compute. With eight layers of DeepSeek-V3 on two H200 in `dp` a rank
+# computes one in 21 us (96,268 a second on both) and reads one of context in 2.4 ns a decode step (9,216 bytes at 3.85
+# TB/s), so that eight of these come level after a thousand steps.
 COMPUTE_WEIGHT = 8
 
 

@@ -17,6 +17,7 @@ from splash.engine.config import AttentionOptions
 from splash.engine.executor import LocalGroup
 from splash.llm import LLM
 from splash.model.choice import ModelChoice
+from splash.platform.cpu.platform import CpuPlatform
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
@@ -42,6 +43,10 @@ def test_text_equals_transformers(llm: LLM, tiny_checkpoint: Callable[[str], Pat
         assert list(output.tokens) == generated
         assert output.text == tokenizer.decode(generated, skip_special_tokens=True)
         assert output.finish_reason == "length"
+
+
+def test_as_much_is_copied_ahead_as_suits_the_platform(llm: LLM) -> None:
+    assert llm.engine.loop.switcher.step_bytes == CpuPlatform.copy_mib * 2**20 > 0
 
 
 def test_a_seed_gives_the_same_text_whatever_the_batch(llm: LLM) -> None:
