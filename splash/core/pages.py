@@ -119,20 +119,6 @@ class PageTable:
         self._length, self._tail = 0, []
 
 
-def last_pages(tables: Iterable[PageTable], count: int) -> list[tuple[int, ...] | None]:
-    """`from_end` of many tables, sooner than by a call of each."""
-    return [table._tail[-count] if len(table._tail) >= count else table.from_end(count) for table in tables]
-
-
-def append_each(tables: Iterable[PageTable], pages: Iterable[tuple[int, ...]]) -> None:
-    """Append a page to each of many tables, which `rows` is about to be asked for."""
-    for table, page in zip(tables, pages, strict=True):
-        tail = table._tail
-        tail.append(page)
-        if len(tail) > MAX_TAIL:
-            table._store_tail()
-
-
 @lru_cache
 def _no_rows(ranks: int) -> np.ndarray:
     """What tables without an array have in its place."""
@@ -173,6 +159,23 @@ class HeldPages:
         self.ids.clear()
 
 
+def _last_pages(holding: Iterable[HeldPages], count: int) -> list[tuple[int, ...] | None]:
+    """`from_end` of many tables, sooner than by a call of each."""
+    return [
+        tail[-count] if len(tail := held.table._tail) >= count else held.table.from_end(count) for held in holding
+    ]
+
+
+def _append_each(holding: Iterable[HeldPages], pages: Iterable[tuple[int, ...]], ids: Iterable[int]) -> None:
+    """Append a page to what each of many hold, which `rows` is about to be asked for."""
+    for held, page, id in zip(holding, pages, ids, strict=True):
+        held.ids.append(id)
+        tail = held.table._tail
+        tail.append(page)
+        if len(tail) > MAX_TAIL:
+            held.table._store_tail()
+
+
 class PagePool:
     """The free pages of a group in one layout. Another layout has other slots and other holders: another pool.
 
@@ -202,6 +205,7 @@ class PagePool:
         self._holders = [HolderTable(layout, owner, self.ranks) for owner in range(self.ranks)]
         # Pages so many apart have the same holders, and these none of the pages between.
         self._period = 1 if all([table.always is not None for table in self._holders]) else self.ranks
+        self._is_everywhere = all([len(table.of(0)) == self.ranks for table in self._holders])
         residents = list(resident)
         if next_id is None:
             next_id = max((max(held.ids) for held in residents if held.ids), default=-1) + 1
@@ -304,29 +308,29 @@ class PagePool:
 
     def grow_each(self, growing: Sequence[HeldPages]) -> bool:
         """Add a page to each of several requests, as `grow` does to one. Where any rank lacks one, add none: False."""
-        groups: dict[tuple[int, ...], list[HeldPages]] = {}  # by the ranks that hold the page
-        for held in growing:
-            table = self._holders[held.owner]
-            ranks = table.always or table.of(len(held.ids))
-            if ranks in groups:
-                groups[ranks].append(held)
-            else:
-                groups[ranks] = [held]
-        for rank, allocator in enumerate(self._allocators):
-            if sum([len(group) for ranks, group in groups.items() if rank in ranks]) > allocator.num_free:
+        groups = self._by_holders(growing)
+        for ranks, group in groups:
+            if any([len(group) > self._allocators[rank].num_free for rank in ranks]):
                 return False
-        period = self._period
-        for ranks, group in groups.items():
-            tables = [held.table for held in group]
-            before = last_pages(tables, period)
+        for ranks, group in groups:
+            before = _last_pages(group, self._period)
             columns: list[Iterable[int]] = [_NOWHERE] * self.ranks
             for rank in ranks:
                 last = [None if page is None else page[rank] for page in before]
                 columns[rank] = self._allocators[rank].allocate_each(last)
-            append_each(tables, zip(*columns, strict=False))
-            for held, id in zip(group, self._new_ids(len(group)), strict=True):
-                held.ids.append(id)
+            _append_each(group, zip(*columns, strict=False), self._new_ids(len(group)))
         return True
+
+    def _by_holders(self, growing: Sequence[HeldPages]) -> list[tuple[tuple[int, ...], Sequence[HeldPages]]]:
+        """Requests by the ranks that hold their next page: these are the same for all, or one for each."""
+        if self._is_everywhere:
+            return [(tuple(range(self.ranks)), growing)]
+        groups: list[list[HeldPages]] = [[] for _ in range(self.ranks)]
+        only = [table.always[0] if table.always else None for table in self._holders]
+        for held in growing:
+            rank = only[held.owner]
+            groups[self._holders[held.owner].of(len(held.ids))[0] if rank is None else rank].append(held)
+        return [((rank,), group) for rank, group in enumerate(groups) if group]
 
     def _new_ids(self, count: int) -> list[int]:
         self.next_id += count

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
+from typing import NamedTuple
 
 from splash.core.step import Query, StepOutput, StepPlan
 from splash.scheduler.chunks import Batch
@@ -13,6 +15,32 @@ from splash.scheduler.prefix_cache import PrefixCache
 from splash.scheduler.request import Progress, Request
 
 Filling = tuple[Request, int, int]  # fills pages first .. end - 1
+_by_order = attrgetter("order")
+
+
+class Turning(NamedTuple):
+    """The requests whose next step is not one row in a page that they have, in order of service.
+
+    Attributes:
+        beginning: each has one token to compute, and begins a page with it.
+        unfinished: they may have more tokens to compute.
+    """
+
+    beginning: list[Request]
+    unfinished: list[Request]
+
+    @classmethod
+    def of(cls, running: Sequence[Request], page_size: int) -> Turning:
+        """Those of some requests that hold pages."""
+        made = cls([], [])
+        for request in running:
+            start, held = request.num_computed, request.held
+            assert held is not None
+            if len(request.tokens) - start > 1:
+                made.unfinished.append(request)
+            elif len(held) * page_size == start:
+                made.beginning.append(request)
+        return made
 
 
 @dataclass(slots=True)
@@ -21,18 +49,20 @@ class PlannedStep:
 
     Attributes:
         plan: what the ranks do.
-        sampled: the requests that get a token, in the order of its queries.
-        filling: who fills which pages.
+        sampled: by owner, the requests that get a token, in the order of its queries.
+        filling: the requests that fill a page with their only row.
+        filling_chunks: which pages are filled by chunks.
         is_foreseen: whether all that it changes but the values of tokens has been taken in.
     """
 
     plan: StepPlan
-    sampled: list[Request]
-    filling: list[Filling]
+    sampled: list[list[Request]]
+    filling: list[Request]
+    filling_chunks: list[Filling]
     is_foreseen: bool = False
 
     def take(self, output: StepOutput, eos_token_ids: frozenset[int]) -> tuple[list[Progress], list[Request]]:
-        """Put the tokens of an output in the place of those foreseen.
+        """Give the requests the tokens of an output, in the place of those foreseen if they were.
 
         Returns:
             what it brought for the requests that are live, and those of them that have ended by it, not live any more.
@@ -40,11 +70,18 @@ class PlannedStep:
         progress: list[Progress] = []
         ended: list[Request] = []
         failures = dict(output.failures)
-        for request, token, logprob in zip(self.sampled, output.tokens, output.logprobs, strict=True):
+        is_foreseen = self.is_foreseen
+        for request, id, token, logprob in zip(
+            chain.from_iterable(self.sampled), output.requests, output.tokens, output.logprobs, strict=True
+        ):
+            assert request.id == id, "not the requests that the step samples"
             if not request.live:
                 continue
-            tokens, id = request.tokens, request.id
-            tokens[-1] = token
+            tokens = request.tokens
+            if is_foreseen:
+                tokens[-1] = token
+            else:
+                tokens.append(token)
             num_tokens = len(tokens)
             finish_reason: str | None = None
             stop_reason: int | str | None = None
@@ -67,17 +104,16 @@ class Rows:
 
     Attributes:
         queries: by owner.
-        sampled: by owner, the requests that get a token, in the same order.
-        filling: who fills which pages.
-        turning: in order of service, the requests whose next step is not one row in a page that they have: they have
-            more tokens left, or begin a page.
+        sampled, filling, filling_chunks: as in `PlannedStep`.
+        turning: who will be in the next step.
     """
 
     def __init__(self, ranks: int) -> None:
         self.queries: list[list[Query]] = [[] for _ in range(ranks)]
         self.sampled: list[list[Request]] = [[] for _ in range(ranks)]
-        self.filling: list[Filling] = []
-        self.turning: list[Request] = []
+        self.filling: list[Request] = []
+        self.filling_chunks: list[Filling] = []
+        self.turning = Turning([], [])
 
 
 def make_rows(running: Sequence[Request], batch: Batch, ranks: int, page_size: int) -> Rows:
@@ -90,7 +126,7 @@ def make_rows(running: Sequence[Request], batch: Batch, ranks: int, page_size: i
         page_size: token positions a page.
     """
     made = Rows(ranks)
-    queries, sampled, filling, turning = made.queries, made.sampled, made.filling, made.turning
+    queries, sampled, filling = made.queries, made.sampled, made.filling
     chunks = {chunk.request for chunk in batch.chunks}
     last_offset = page_size - 1
     for request in running:
@@ -98,24 +134,22 @@ def make_rows(running: Sequence[Request], batch: Batch, ranks: int, page_size: i
             continue
         held, start = request.held, request.num_computed
         assert held is not None
-        new_pages: tuple[tuple[int, ...], ...] = ()
-        offset = start % page_size
-        if not offset:
-            page = start // page_size
-            new_pages = (held.table.row(page),)
+        owner, offset = held.owner, start % page_size
+        new_pages = () if offset else (held.table.row(start // page_size),)
         if offset == last_offset:
-            filling.append((request, start // page_size, start // page_size + 1))
-            turning.append(request)
-        owner = held.owner
+            filling.append(request)
         queries[owner].append(Query(request.id, start, (request.tokens[start],), owner, True, new_pages))
         sampled[owner].append(request)
         request.num_computed = start + 1
+    beginning, unfinished = made.turning = Turning(filling.copy(), [])
     for count, (_, left, request, _) in zip(batch.rows(), batch.chunks, strict=True):
         held, start = request.held, request.num_computed
         assert held is not None
         end = start + count
-        if count < left or end % page_size == 0:
-            turning.append(request)
+        if count < left:
+            unfinished.append(request)
+        elif end % page_size == 0:
+            beginning.append(request)
         if count:
             # The ranks have not heard of the pages before its first chunk.
             pages = held.table.rows(0 if request in batch.new else -(-start // page_size), -(-end // page_size))
@@ -127,10 +161,22 @@ def make_rows(running: Sequence[Request], batch: Batch, ranks: int, page_size: i
             if sample:
                 sampled[held.owner].append(request)
             request.num_computed = end
-            filling.append((request, start // page_size, end // page_size))
-    if batch.chunks:  # else they are in order already
-        turning.sort(key=attrgetter("order"))
+            made.filling_chunks.append((request, start // page_size, end // page_size))
+    if len(beginning) > len(filling):  # else they are in order already
+        beginning.sort(key=_by_order)
     return made
+
+
+def fill_pages(cache: PrefixCache, filling: list[Request], page_size: int) -> None:
+    """Let the cache know the pages that requests have filled by decoding, up to all that they have computed."""
+    for request in filling:
+        held, keys, page = request.held, request.keys, request.num_computed // page_size - 1
+        if not request.live or held is None:
+            continue
+        if page < len(keys):
+            cache.enter(held, page, page + 1, keys)
+        else:
+            cache.fill(held, page, request.tokens, page_size, keys)
 
 
 def enter_pages(cache: PrefixCache, filling: list[Filling], page_size: int) -> None:

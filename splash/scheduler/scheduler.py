@@ -22,7 +22,7 @@ from splash.scheduler.chunks import Batch
 from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.page_keys import Keys, extend_keys
 from splash.scheduler.prefix_cache import PrefixCache
-from splash.scheduler.queries import PlannedStep, Rows, enter_pages, make_rows
+from splash.scheduler.queries import PlannedStep, Rows, enter_pages, fill_pages, make_rows
 from splash.scheduler.request import Progress, Rebase, Request
 from splash.scheduler.service import Service
 
@@ -135,12 +135,12 @@ class Scheduler(Service):
             tuple(new),
             tuple(self._released),
             tuple(self._finished),
-            all([request.is_greedy for request in self._running]),
+            not self._num_choosy,
         )
         self._step += 1
         self._released.clear()
         self._finished.clear()
-        self._in_flight.append(PlannedStep(plan, list(chain.from_iterable(rows.sampled)), rows.filling))
+        self._in_flight.append(PlannedStep(plan, rows.sampled, rows.filling, rows.filling_chunks))
         return plan
 
     def foresee(self) -> None:
@@ -152,30 +152,37 @@ class Scheduler(Service):
         (step,) = self._in_flight
         assert not step.is_foreseen
         step.is_foreseen = True
-        if self.config.prefix_cache:
-            enter_pages(self.pool, step.filling, self.config.page_size)
-            self.pool.enter_full(2 * len(step.plan.queries) // self.config.page_size + 1)  # twice what is usual
-        retired, self._aborted_in_flight = self._aborted_in_flight, []
-        tokens_T = self._tokens
-        for request in step.sampled:
+        self._take_in(step)
+        for request in chain.from_iterable(step.sampled):
             if request.live:
-                tokens, held = request.tokens, request.held
-                assert held is not None
+                tokens = request.tokens
                 tokens.append(PENDING_TOKEN)
-                tokens_T[held.owner] += 1
                 if len(tokens) >= request.most_tokens:
                     self._ending.append(request)
-        self._retire_all(retired + self._ending)
+        self._let_go(self._ending)
+
+    def _take_in(self, step: PlannedStep) -> None:
+        """Let the cache know the pages that a step fills, and count the tokens that it brings."""
+        size = self.config.page_size
+        if self.config.prefix_cache:
+            fill_pages(self.pool, step.filling, size)
+            enter_pages(self.pool, step.filling_chunks, size)
+            self.pool.enter_full(2 * len(step.plan.queries) // size + 1)  # twice what is usual
+        for owner, own in enumerate(step.sampled):
+            self._tokens[owner] += sum([request.live for request in own])
+
+    def _let_go(self, ending: list[Request]) -> None:
+        """Let requests be over that a step had to end for: aborted ones, and those that have all their tokens by it."""
+        retired, self._aborted_in_flight = self._aborted_in_flight, []
+        self._retire_all(retired + ending)
 
     def apply(self, output: StepOutput) -> list[Progress]:
         """Take in what the step in flight brought: one `Progress` for each token of a request that is still live."""
         first = [(step.plan.step, step.plan.epoch) for step in self._in_flight][:1]
         assert first == [(output.step, output.epoch)], "not the step in flight"
-        step = self._in_flight[0]
-        assert output.requests == tuple([request.id for request in step.sampled])
+        step = self._in_flight.popleft()
         if not step.is_foreseen:
-            self.foresee()
-        self._in_flight.popleft()
+            self._take_in(step)
         if output.epoch == self.epoch:
             self._pool_before = None
         self._ending = []
@@ -183,6 +190,8 @@ class Scheduler(Service):
             if id in self._requests:
                 self._requests[id].take_scores(position, scores)
         progress, ended = step.take(output, self.config.eos_token_ids)
+        if not step.is_foreseen:
+            self._let_go([request for request in ended if request.has_all_tokens])
         for request in ended:
             del self._requests[request.id]
             if request.held is None and not request.has_all_tokens:  # preempted since
@@ -234,7 +243,7 @@ class Scheduler(Service):
         for request in self._running:
             assert request.held is not None and len(held[request.id]) == len(request.held)
             request.held = held[request.id]
-        self._count_by_owner()
+        self._count_running()
         return before
 
     def go_back(self, before: Rebase) -> None:
@@ -243,7 +252,7 @@ class Scheduler(Service):
         self.pool.release(*[held for request, held, _ in before.requests if request.held is None and held is not None])
         for request, held, _ in before.requests:
             request.held = None if request.held is None else held
-        self._count_by_owner()
+        self._count_running()
 
     def retract(self, before: Rebase) -> None:
         """Undo `rebase` and the step planned since, which no rank has run.
@@ -273,7 +282,7 @@ class Scheduler(Service):
                 continue
             request.held, request.num_computed = held, num_computed
             self._running.append(request)
-        self._count_by_owner()
+        self._count_running()
         self._retire_all([request for request in self._running if not request.live])
         self.pool.distrust(after)
         for request in admitted:
@@ -306,7 +315,7 @@ class Scheduler(Service):
                 request.announced = False
                 self._count_found(request, -1)
                 request.new = structs.replace(request.new, output=tuple(request.tokens[request.num_prompt :]))
-        self._count_by_owner()
+        self._count_running()
         for request in self._ending:
             request.num_computed = 0
             self._waiting.push(request)

@@ -31,6 +31,7 @@ from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.leaders import Leaders
 from splash.scheduler.page_keys import Keys
 from splash.scheduler.prefix_cache import PrefixCache
+from splash.scheduler.queries import Turning
 from splash.scheduler.queue import WaitingQueue
 from splash.scheduler.request import Request
 
@@ -64,10 +65,11 @@ class Service:
         self._max_running = min(config.max_num_seqs, config.max_batched_tokens)
         self._waiting = WaitingQueue()
         self._running: list[Request] = []  # in order of service
-        # See `Rows`, as of the last step, some of which may have lost their pages since. None where that is not known.
-        self._turning: list[Request] | None = None
+        # As of the last step, some of which may have lost their pages since. None where that is not known.
+        self._turning: Turning | None = None
         self._tokens = [0] * pool.ranks  # of running requests, by owner
         self._owned = [0] * pool.ranks  # running requests, by owner
+        self._num_choosy = 0  # running requests that are not greedy
         self._released: list[int] = []  # for the next plan, as the following one
         self._finished: list[int] = []
 
@@ -103,18 +105,13 @@ class Service:
 
     def _grow_decoding(self) -> Batch:
         """Give each running request with one token to compute the page that it needs. Returns the step so far."""
-        page_size = self.config.page_size
+        beginning, unfinished = self._turning or Turning.of(self._running, self.config.page_size)
         chunks: list[Prompt] = []
-        growing: list[HeldPages] = []
-        for request in self._running if self._turning is None else self._turning:
-            start, held = request.num_computed, request.held
-            if held is None:
-                continue
-            left = len(request.tokens) - start
-            if left > 1:
+        for request in unfinished:
+            left, held = len(request.tokens) - request.num_computed, request.held
+            if held is not None and left > 1:
                 chunks.append(Prompt(request.order, left, request, held.owner))
-            elif not start % page_size and len(held.ids) * page_size == start:
-                growing.append(held)
+        growing = [request.held for request in beginning if request.held is not None]
         if growing and not self.pool.grow_each(growing):
             wanting = set(growing)
             for request in [request for request in self._running if request.held in wanting]:
@@ -208,6 +205,7 @@ class Service:
             self._running.append(request)
         self._tokens[place.owner] += len(request.tokens)
         self._owned[place.owner] += 1
+        self._num_choosy += not request.is_greedy
 
     def _count_found(self, request: Request, times: int) -> None:
         if self.config.prefix_cache:
@@ -242,6 +240,7 @@ class Service:
             owner = held_pages(request).owner
             self._tokens[owner] -= len(request.tokens)
             self._owned[owner] -= 1
+            self._num_choosy -= not request.is_greedy
             self._released.append(request.id)
             request.held = None
 
@@ -257,11 +256,13 @@ class Service:
             else:
                 self._running = [request for request in running if request.held is not None]
 
-    def _count_by_owner(self) -> None:
-        self._tokens, self._owned = [0] * self.pool.ranks, [0] * self.pool.ranks
+    def _count_running(self) -> None:
+        """Count anew what is counted of running requests."""
+        self._tokens, self._owned, self._num_choosy = [0] * self.pool.ranks, [0] * self.pool.ranks, 0
         for request in self._running:
             self._tokens[held_pages(request).owner] += len(request.tokens)
             self._owned[held_pages(request).owner] += 1
+            self._num_choosy += not request.is_greedy
 
 
 def held_pages(request: Request) -> HeldPages:

@@ -155,7 +155,9 @@ def check_cache(scheduler: Scheduler) -> None:
     if scheduler._turning is not None:
         for request in scheduler.running:
             start, pages = request.num_computed, len(request.held) * scheduler.config.page_size
-            assert request in scheduler._turning or (len(request.tokens) - start <= 1 and start < pages)
+            left = len(request.tokens) - start
+            assert left <= 1 or request in scheduler._turning.unfinished
+            assert start < pages or request in (*scheduler._turning.beginning, *scheduler._turning.unfinished)
     # What a switch would take along, and what lies where it wants it, is remembered as long as it stays true.
     room = pool.num_total
     for target in (CP, DP):
