@@ -159,11 +159,13 @@ class HeldPages:
         self.ids.clear()
 
 
-def _last_pages(holding: Iterable[HeldPages], count: int) -> list[tuple[int, ...] | None]:
-    """`from_end` of many tables, sooner than by a call of each."""
-    return [
-        tail[-count] if len(tail := held.table._tail) >= count else held.table.from_end(count) for held in holding
-    ]
+def _last_slots(holding: Iterable[HeldPages], count: int, rank: int) -> list[int | None]:
+    """The slot on a rank of the page with `count` - 1 behind it, of many requests; None where there are fewer."""
+    try:  # most keep as many pages as they came
+        return [held.table._tail[-count][rank] for held in holding]
+    except IndexError:
+        pages = [held.table.from_end(count) for held in holding]
+        return [None if page is None else page[rank] for page in pages]
 
 
 def _append_each(holding: Iterable[HeldPages], pages: Iterable[tuple[int, ...]], ids: Iterable[int]) -> None:
@@ -271,12 +273,12 @@ class PagePool:
 
     def grow(self, held: HeldPages, count: int) -> bool:
         """Add `count` pages to a request on the ranks that hold them. Where any rank lacks one, add none: False."""
-        first, table = len(held.ids), self._holders[held.owner]
-        if table.always is None and count != 1:
-            return self._grow_striped(table, held, count)
-        ranks = table.always or table.of(first)
         if not count:
             return True
+        table = self._holders[held.owner]
+        if table.always is None and count != 1:
+            return self._grow_striped(table, held, count)
+        ranks = table.always or table.of(len(held.ids))
         for rank in ranks:
             if count > self._allocators[rank].num_free:
                 return False
@@ -313,11 +315,9 @@ class PagePool:
             if any([len(group) > self._allocators[rank].num_free for rank in ranks]):
                 return False
         for ranks, group in groups:
-            before = _last_pages(group, self._period)
             columns: list[Iterable[int]] = [_NOWHERE] * self.ranks
             for rank in ranks:
-                last = [None if page is None else page[rank] for page in before]
-                columns[rank] = self._allocators[rank].allocate_each(last)
+                columns[rank] = self._allocators[rank].allocate_each(_last_slots(group, self._period, rank))
             _append_each(group, zip(*columns, strict=False), self._new_ids(len(group)))
         return True
 

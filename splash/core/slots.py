@@ -79,11 +79,11 @@ class PageAllocator:
         taken = self._taken
         slots: list[int] = []
         for before in last:
-            if before is None or taken[before + 1]:
+            if before is None or taken[slot := before + 1]:
                 self._place(1, slots)
             else:
-                taken[before + 1] = _TAKEN
-                slots.append(before + 1)
+                taken[slot] = 1
+                slots.append(slot)
         self.num_free -= len(slots)
         return slots
 
