@@ -12,33 +12,37 @@ from splash.core.step import Query, StepOutput, StepPlan
 from splash.scheduler.chunks import Batch
 from splash.scheduler.page_keys import extend_keys
 from splash.scheduler.prefix_cache import PrefixCache
-from splash.scheduler.request import Progress, Request
+from splash.scheduler.request import Progress, Request, held_pages
 
 Filling = tuple[Request, int, int]  # fills pages first .. end - 1
 _by_order = attrgetter("order")
 
 
-class Turning(NamedTuple):
-    """The requests whose next step is not one row in a page that they have, in order of service.
+class Following(NamedTuple):
+    """What requests that hold pages do in the step after one, each list in order of service.
 
     Attributes:
-        beginning: each has one token to compute, and begins a page with it.
-        unfinished: they may have more tokens to compute.
+        decoding: by owner, those that have one token to compute.
+        beginning: those of them that begin a page with it.
+        unfinished: those whose prompt the step does not end. They may have one token left, or more.
     """
 
+    decoding: list[list[Request]]
     beginning: list[Request]
     unfinished: list[Request]
 
     @classmethod
-    def of(cls, running: Sequence[Request], page_size: int) -> Turning:
-        """Those of some requests that hold pages."""
-        made = cls([], [])
+    def of(cls, running: Sequence[Request], ranks: int, page_size: int) -> Following:
+        """What the running requests do, found by looking at each."""
+        made = cls([[] for _ in range(ranks)], [], [])
         for request in running:
             start, held = request.num_computed, request.held
             assert held is not None
             if len(request.tokens) - start > 1:
                 made.unfinished.append(request)
-            elif len(held) * page_size == start:
+                continue
+            made.decoding[held.owner].append(request)
+            if len(held) * page_size == start:
                 made.beginning.append(request)
         return made
 
@@ -100,51 +104,48 @@ class PlannedStep:
 
 
 class Rows:
-    """The queries of a step as they are put together, by owner.
+    """The queries of a step as they are put together.
 
     Attributes:
         queries: by owner.
         sampled, filling, filling_chunks: as in `PlannedStep`.
-        turning: who will be in the next step.
+        following: the step after it.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self.queries: list[list[Query]] = [[] for _ in range(ranks)]
-        self.sampled: list[list[Request]] = [[] for _ in range(ranks)]
+    def __init__(self, decoding: Sequence[Sequence[Request]]) -> None:
+        self.queries: list[list[Query]] = [[] for _ in decoding]
+        self.sampled = [list(own) for own in decoding]
         self.filling: list[Request] = []
         self.filling_chunks: list[Filling] = []
-        self.turning = Turning([], [])
+        self.following = Following(self.sampled.copy(), [], [])
 
 
-def make_rows(running: Sequence[Request], batch: Batch, ranks: int, page_size: int) -> Rows:
+def make_rows(decoding: Sequence[Sequence[Request]], batch: Batch, page_size: int) -> Rows:
     """The queries of a step by owner: rows of requests that decode, then chunks. Counts them as computed.
 
     Args:
-        running: the requests that hold pages, in order of service.
-        batch: which of them compute more than one token, or are new, and how many rows they get.
-        ranks: T.
+        decoding: by owner, the requests that have one token to compute, in order of service.
+        batch: those that have more, or are new, and how many rows they get.
         page_size: token positions a page.
     """
-    made = Rows(ranks)
+    made = Rows(decoding)
     queries, sampled, filling = made.queries, made.sampled, made.filling
-    chunks = {chunk.request for chunk in batch.chunks}
     last_offset = page_size - 1
-    for request in running:
-        if chunks and request in chunks:
-            continue
-        held, start = request.held, request.num_computed
-        assert held is not None
-        owner, offset = held.owner, start % page_size
-        new_pages = () if offset else (held.table.row(start // page_size),)
-        if offset == last_offset:
-            filling.append(request)
-        queries[owner].append(Query(request.id, start, (request.tokens[start],), owner, True, new_pages))
-        sampled[owner].append(request)
-        request.num_computed = start + 1
-    beginning, unfinished = made.turning = Turning(filling.copy(), [])
+    for owner, own in enumerate(decoding):
+        add_query = queries[owner].append
+        for request in own:
+            start = request.num_computed
+            offset = start % page_size
+            new_pages = () if offset else (held_pages(request).table.row(start // page_size),)
+            if offset == last_offset:
+                filling.append(request)
+            add_query(Query(request.id, start, (request.tokens[start],), owner, True, new_pages))
+            request.num_computed = start + 1
+    filling.sort(key=_by_order)
+    following, beginning, unfinished = made.following
+    beginning += filling
     for count, (_, left, request, _) in zip(batch.rows(), batch.chunks, strict=True):
-        held, start = request.held, request.num_computed
-        assert held is not None
+        held, start = held_pages(request), request.num_computed
         end = start + count
         if count < left:
             unfinished.append(request)
@@ -162,8 +163,11 @@ def make_rows(running: Sequence[Request], batch: Batch, ranks: int, page_size: i
                 sampled[held.owner].append(request)
             request.num_computed = end
             made.filling_chunks.append((request, start // page_size, end // page_size))
-    if len(beginning) > len(filling):  # else they are in order already
+    if len(beginning) > len(filling):
         beginning.sort(key=_by_order)
+    for owner, (own, then) in enumerate(zip(decoding, sampled, strict=True)):
+        if own and len(then) > len(own) and then[len(own)].order < own[-1].order:
+            following[owner] = sorted(then, key=_by_order)
     return made
 
 

@@ -144,3 +144,9 @@ class Request:
             is_eos = token in eos_token_ids and not params.ignore_eos
             return "stop", None if is_eos else token
         return ("length", None) if self.has_all_tokens else (None, None)
+
+
+def held_pages(request: Request) -> HeldPages:
+    """The pages of a running request."""
+    assert request.held is not None
+    return request.held

@@ -117,14 +117,14 @@ class Scheduler(Service):
             assert not self.num_waiting or self.holds_admission or in_use, "a request waits for pages that nobody holds"
             return None
         new = [request.new for request in self.announce(batch)]
-        rows = make_rows(self._running, batch, self.pool.ranks, self.config.page_size)
-        self._turning = rows.turning
+        rows = make_rows(self._decoding(batch), batch, self.config.page_size)
+        self._following = rows.following
         return self._plan(rows, new)
 
     def schedule_empty(self) -> StepPlan:
         """Plan a step without rows, for what it carries beside them."""
         assert not self._in_flight or [step.is_foreseen for step in self._in_flight] == [True], "a step is in flight"
-        return self._plan(Rows(self.pool.ranks), [])
+        return self._plan(Rows([()] * self.pool.ranks), [])
 
     def _plan(self, rows: Rows, new: list[NewRequest]) -> StepPlan:
         plan = StepPlan(
@@ -212,7 +212,7 @@ class Scheduler(Service):
         """Count steps without a plan."""
         self._step += num_steps
         self._released, self._finished = [], []
-        self._turning = None
+        self._following = None
 
     def add_tokens(self, counts: Sequence[int]) -> None:
         """Count tokens that running requests of each owner have got without a plan."""
@@ -262,7 +262,6 @@ class Scheduler(Service):
         (step,) = self._in_flight  # the one after the rebase
         plan = step.plan
         self._in_flight.clear()
-        self._turning = None
         self._pool_before = None
         after, self.pool = self.pool, before.pool
         self.epoch -= 1

@@ -31,9 +31,9 @@ from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.leaders import Leaders
 from splash.scheduler.page_keys import Keys
 from splash.scheduler.prefix_cache import PrefixCache
-from splash.scheduler.queries import Turning
+from splash.scheduler.queries import Following
 from splash.scheduler.queue import WaitingQueue
-from splash.scheduler.request import Request
+from splash.scheduler.request import Request, held_pages
 
 LOOK_AHEAD = 16  # requests behind the first in the queue that may be short enough to begin before it
 MOST_HELD = 1024  # requests that wait for a leader and are passed over in one step
@@ -65,8 +65,9 @@ class Service:
         self._max_running = min(config.max_num_seqs, config.max_batched_tokens)
         self._waiting = WaitingQueue()
         self._running: list[Request] = []  # in order of service
-        # As of the last step, some of which may have lost their pages since. None where that is not known.
-        self._turning: Turning | None = None
+        # Of the last step, and whether requests in it have lost their pages since. None where it is not known.
+        self._following: Following | None = None
+        self._have_lost = False
         self._tokens = [0] * pool.ranks  # of running requests, by owner
         self._owned = [0] * pool.ranks  # running requests, by owner
         self._num_choosy = 0  # running requests that are not greedy
@@ -105,12 +106,18 @@ class Service:
 
     def _grow_decoding(self) -> Batch:
         """Give each running request with one token to compute the page that it needs. Returns the step so far."""
-        beginning, unfinished = self._turning or Turning.of(self._running, self.config.page_size)
+        if self._following is None:
+            self._following = Following.of(self._running, self.pool.ranks, self.config.page_size)
+        decoding, beginning, unfinished = self._following
         chunks: list[Prompt] = []
         for request in unfinished:
             left, held = len(request.tokens) - request.num_computed, request.held
-            if held is not None and left > 1:
+            if held is None:
+                continue
+            if left > 1:
                 chunks.append(Prompt(request.order, left, request, held.owner))
+            else:
+                decoding[held.owner] = sorted([*decoding[held.owner], request], key=_by_order)
         growing = [request.held for request in beginning if request.held is not None]
         if growing and not self.pool.grow_each(growing):
             wanting = set(growing)
@@ -119,6 +126,16 @@ class Service:
                     self._grow(self._running.index(request))
             chunks = [chunk for chunk in chunks if chunk.request.held is not None]
         return Batch.of_step(self.pool.layout, self.config.max_batched_tokens, self._owned, chunks)
+
+    def _decoding(self, batch: Batch) -> list[list[Request]]:
+        """By owner, the requests that decode in a step, once it is known who has lost their pages."""
+        assert self._following is not None
+        decoding = self._following.decoding
+        if not self._have_lost:
+            return decoding
+        self._have_lost = False
+        new = batch.new  # one that has lost its pages may begin again
+        return [[request for request in own if request.held is not None and request not in new] for own in decoding]
 
     def _admit_waiting(self, batch: Batch) -> Batch:
         """Let waiting requests begin, in order of service, as long as there are rows and pages for them."""
@@ -235,6 +252,7 @@ class Service:
 
     def _release(self, requests: Sequence[Request]) -> None:
         """Free the pages of running requests. The next plan tells the ranks."""
+        self._have_lost = True
         self.pool.release(*[held_pages(request) for request in requests])
         for request in requests:
             owner = held_pages(request).owner
@@ -257,15 +275,10 @@ class Service:
                 self._running = [request for request in running if request.held is not None]
 
     def _count_running(self) -> None:
-        """Count anew what is counted of running requests."""
+        """Count anew what is counted of running requests, after they have got other pages."""
+        self._following = None
         self._tokens, self._owned, self._num_choosy = [0] * self.pool.ranks, [0] * self.pool.ranks, 0
         for request in self._running:
             self._tokens[held_pages(request).owner] += len(request.tokens)
             self._owned[held_pages(request).owner] += 1
             self._num_choosy += not request.is_greedy
-
-
-def held_pages(request: Request) -> HeldPages:
-    """The pages of a running request."""
-    assert request.held is not None
-    return request.held

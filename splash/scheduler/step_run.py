@@ -25,9 +25,8 @@ from splash.scheduler.chunks import Prompt
 from splash.scheduler.load import StepLoad
 from splash.scheduler.page_keys import Keys, extend_keys
 from splash.scheduler.queries import enter_pages
-from splash.scheduler.request import Progress, Request
+from splash.scheduler.request import Progress, Request, held_pages
 from splash.scheduler.scheduler import Scheduler
-from splash.scheduler.service import held_pages
 
 _by_order = attrgetter("order")
 _by_owner = itemgetter(0)

@@ -152,12 +152,14 @@ def check_cache(scheduler: Scheduler) -> None:
     assert {at: page.refs for at, page in pool._by_id.items() if page.refs} == dict(refs)
     idle = {id(page) for page in pool._idle}
     assert idle == {id(page) for page in pool._by_id.values() if not page.refs}
-    if scheduler._turning is not None:
+    if scheduler._following is not None:
+        decoding, beginning, unfinished = scheduler._following
+        assert all(own == sorted(own, key=lambda request: request.order) for own in decoding)
         for request in scheduler.running:
             start, pages = request.num_computed, len(request.held) * scheduler.config.page_size
-            left = len(request.tokens) - start
-            assert left <= 1 or request in scheduler._turning.unfinished
-            assert start < pages or request in (*scheduler._turning.beginning, *scheduler._turning.unfinished)
+            assert (request in unfinished) + decoding[request.held.owner].count(request) == 1
+            assert len(request.tokens) - start <= 1 or request in unfinished
+            assert start < pages or request in beginning or request in unfinished
     # What a switch would take along, and what lies where it wants it, is remembered as long as it stays true.
     room = pool.num_total
     for target in (CP, DP):
