@@ -167,15 +167,18 @@ class PageAllocator:
 
     def _largest_extent(self) -> tuple[int, int]:
         """The longest extent above the border, or below it, as start .. end - 1. There must be one."""
+        heap, taken, border = self._heap, self._taken, self._border
         while True:
-            below, negative_length, end = self._heap[0]
-            if not self._is_end(end):
-                heapq.heappop(self._heap)
+            below, negative_length, end = heap[0]
+            if taken[end - 1] or not (taken[end] or end == border):  # no extent ends here any more
+                heapq.heappop(heap)
                 continue
-            start = self._start(end)
+            start = taken.rfind(_ONE, 0, end) + 1
+            if start < border < end:
+                start = border
             if start - end == negative_length:
                 return start, end
-            heapq.heapreplace(self._heap, (below, start - end, end))
+            heapq.heapreplace(heap, (below, start - end, end))
 
 
 def _runs(slots: Sequence[int] | np.ndarray) -> Iterator[tuple[int, int]]:

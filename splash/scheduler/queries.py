@@ -15,7 +15,9 @@ from splash.scheduler.prefix_cache import PrefixCache
 from splash.scheduler.request import Progress, Request, held_pages
 
 Filling = tuple[Request, int, int]  # fills pages first .. end - 1
+MANY = 16  # where more than one of so many are meant, all are looked at to bring those in order
 _by_order = attrgetter("order")
+_id = attrgetter("id")
 
 
 class Following(NamedTuple):
@@ -75,10 +77,9 @@ class PlannedStep:
         ended: list[Request] = []
         failures = dict(output.failures)
         is_foreseen = self.is_foreseen
-        for request, id, token, logprob in zip(
-            chain.from_iterable(self.sampled), output.requests, output.tokens, output.logprobs, strict=True
-        ):
-            assert request.id == id, "not the requests that the step samples"
+        sampled = list(chain.from_iterable(self.sampled))
+        assert output.requests == tuple(map(_id, sampled)), "not the requests that the step samples"
+        for request, id, token, logprob in zip(sampled, output.requests, output.tokens, output.logprobs, strict=True):
             if not request.live:
                 continue
             tokens = request.tokens
@@ -87,15 +88,16 @@ class PlannedStep:
             else:
                 tokens.append(token)
             num_tokens = len(tokens)
-            finish_reason: str | None = None
-            stop_reason: int | str | None = None
-            if token in request.stops or num_tokens >= request.most_tokens or failures:
-                failure = failures.get(id)
-                finish_reason, stop_reason = request.finish(eos_token_ids) if failure is None else ("error", failure)
-                if finish_reason is not None:
-                    request.live = False
-                    ended.append(request)
             num_output = num_tokens - request.num_prompt
+            may_end = token in request.stops or num_tokens >= request.most_tokens or failures
+            if num_output > 1 and not may_end:
+                progress.append(Progress(id, token, logprob, None, None, request.num_cached, num_output))
+                continue
+            failure = failures.get(id)
+            finish_reason, stop_reason = request.finish(eos_token_ids) if failure is None else ("error", failure)
+            if finish_reason is not None:
+                request.live = False
+                ended.append(request)
             scores = tuple(request.scores) if num_output == 1 else ()
             progress.append(
                 Progress(id, token, logprob, finish_reason, stop_reason, request.num_cached, num_output, scores)
@@ -120,12 +122,15 @@ class Rows:
         self.following = Following(self.sampled.copy(), [], [])
 
 
-def make_rows(decoding: Sequence[Sequence[Request]], batch: Batch, page_size: int) -> Rows:
+def make_rows(
+    decoding: Sequence[Sequence[Request]], batch: Batch, running: Sequence[Request], page_size: int
+) -> Rows:
     """The queries of a step by owner: rows of requests that decode, then chunks. Counts them as computed.
 
     Args:
         decoding: by owner, the requests that have one token to compute, in order of service.
         batch: those that have more, or are new, and how many rows they get.
+        running: all of them, in order of service.
         page_size: token positions a page.
     """
     made = Rows(decoding)
@@ -136,12 +141,17 @@ def make_rows(decoding: Sequence[Sequence[Request]], batch: Batch, page_size: in
         for request in own:
             start = request.num_computed
             offset = start % page_size
-            new_pages = () if offset else (held_pages(request).table.row(start // page_size),)
+            new_pages: tuple[tuple[int, ...], ...] = ()
+            if not offset:
+                held = request.held
+                assert held is not None
+                new_pages = (held.table.row(start // page_size),)
             if offset == last_offset:
                 filling.append(request)
             add_query(Query(request.id, start, (request.tokens[start],), owner, True, new_pages))
             request.num_computed = start + 1
-    filling.sort(key=_by_order)
+    if len(filling) > 1:
+        made.filling = filling = _in_order(filling, running)
     following, beginning, unfinished = made.following
     beginning += filling
     for count, (_, left, request, _) in zip(batch.rows(), batch.chunks, strict=True):
@@ -169,6 +179,14 @@ def make_rows(decoding: Sequence[Sequence[Request]], batch: Batch, page_size: in
         if own and len(then) > len(own) and then[len(own)].order < own[-1].order:
             following[owner] = sorted(then, key=_by_order)
     return made
+
+
+def _in_order(requests: list[Request], running: Sequence[Request]) -> list[Request]:
+    """Some of the running requests in order of service."""
+    if MANY * len(requests) < len(running):
+        return sorted(requests, key=_by_order)
+    wanted = set(requests)
+    return [request for request in running if request in wanted]
 
 
 def fill_pages(cache: PrefixCache, filling: list[Request], page_size: int) -> None:

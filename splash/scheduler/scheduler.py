@@ -117,7 +117,7 @@ class Scheduler(Service):
             assert not self.num_waiting or self.holds_admission or in_use, "a request waits for pages that nobody holds"
             return None
         new = [request.new for request in self.announce(batch)]
-        rows = make_rows(self._decoding(batch), batch, self.config.page_size)
+        rows = make_rows(self._decoding(batch), batch, self._running, self.config.page_size)
         self._following = rows.following
         return self._plan(rows, new)
 
@@ -167,7 +167,7 @@ class Scheduler(Service):
         if self.config.prefix_cache:
             fill_pages(self.pool, step.filling, size)
             enter_pages(self.pool, step.filling_chunks, size)
-            self.pool.enter_full(2 * len(step.plan.queries) // size + 1)  # twice what is usual
+            self.pool.enter_full(len(step.plan.queries) // size + 1)  # a little more than they fill on average
         for owner, own in enumerate(step.sampled):
             self._tokens[owner] += sum([request.live for request in own])
 
