@@ -159,23 +159,32 @@ class HeldPages:
         self.ids.clear()
 
 
-def _last_slots(holding: Iterable[HeldPages], count: int, rank: int) -> list[int | None]:
-    """The slot on a rank of the page with `count` - 1 behind it, of many requests; None where there are fewer."""
-    try:  # most keep as many pages as they came
-        return [held.table._tail[-count][rank] for held in holding]
-    except IndexError:
-        pages = [held.table.from_end(count) for held in holding]
-        return [None if page is None else page[rank] for page in pages]
+class _Group:
+    """Requests that get a page each, which the same ranks hold. All of them are looked at together, since a call for
+    each would take longer than what it does."""
 
+    def __init__(self, holding: Sequence[HeldPages]) -> None:
+        self._holding = holding
+        self._tails = [held.table._tail for held in holding]
 
-def _append_each(holding: Iterable[HeldPages], pages: Iterable[tuple[int, ...]], ids: Iterable[int]) -> None:
-    """Append a page to what each of many hold, which `rows` is about to be asked for."""
-    for held, page, id in zip(holding, pages, ids, strict=True):
-        held.ids.append(id)
-        tail = held.table._tail
-        tail.append(page)
-        if len(tail) > MAX_TAIL:
-            held.table._store_tail()
+    def last_slots(self, count: int, rank: int) -> list[int | None]:
+        """The slot on a rank of the page with `count` - 1 behind it, of each; None where there are fewer."""
+        try:  # most keep as many pages as they came
+            return [tail[-count][rank] for tail in self._tails]
+        except IndexError:
+            pages = [held.table.from_end(count) for held in self._holding]
+            return [None if page is None else page[rank] for page in pages]
+
+    def append(self, pages: Iterable[tuple[int, ...]], ids: Iterable[int]) -> None:
+        """Append a page to what each holds, which `rows` is about to be asked for."""
+        for _ in map(list.append, [held.ids for held in self._holding], ids):
+            pass
+        for _ in map(list.append, self._tails, pages):
+            pass
+        if max(map(len, self._tails)) > MAX_TAIL:
+            for held in self._holding:
+                if len(held.table._tail) > MAX_TAIL:
+                    held.table._store_tail()
 
 
 class PagePool:
@@ -311,20 +320,21 @@ class PagePool:
     def grow_each(self, growing: Sequence[HeldPages]) -> bool:
         """Add a page to each of several requests, as `grow` does to one. Where any rank lacks one, add none: False."""
         groups = self._by_holders(growing)
-        for ranks, group in groups:
-            if any([len(group) > self._allocators[rank].num_free for rank in ranks]):
+        for ranks, holding in groups:
+            if any([len(holding) > self._allocators[rank].num_free for rank in ranks]):
                 return False
-        for ranks, group in groups:
+        for ranks, holding in groups:
+            group = _Group(holding)
             columns: list[Iterable[int]] = [_NOWHERE] * self.ranks
             for rank in ranks:
-                columns[rank] = self._allocators[rank].allocate_each(_last_slots(group, self._period, rank))
-            _append_each(group, zip(*columns, strict=False), self._new_ids(len(group)))
+                columns[rank] = self._allocators[rank].allocate_each(group.last_slots(self._period, rank))
+            group.append(zip(*columns, strict=False), self._new_ids(len(holding)))
         return True
 
     def _by_holders(self, growing: Sequence[HeldPages]) -> list[tuple[tuple[int, ...], Sequence[HeldPages]]]:
         """Requests by the ranks that hold their next page: these are the same for all, or one for each."""
         if self._is_everywhere:
-            return [(tuple(range(self.ranks)), growing)]
+            return [(tuple(range(self.ranks)), growing)] if growing else []
         groups: list[list[HeldPages]] = [[] for _ in range(self.ranks)]
         only = [table.always[0] if table.always else None for table in self._holders]
         for held in growing:

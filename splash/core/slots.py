@@ -159,7 +159,7 @@ class PageAllocator:
             ends = {end for _, _, end in self._heap if self._is_end(end)}
             self._heap = [(start < self._border, start - end, end) for end in ends for start in (self._start(end),)]
             heapq.heapify(self._heap)
-            self._most_entries = 2 * len(self._heap) + FEW
+            self._most_entries = 4 * len(self._heap) + FEW
 
     def _is_end(self, end: int) -> bool:
         """Whether an extent ends before a slot."""
@@ -183,6 +183,12 @@ class PageAllocator:
 
 def _runs(slots: Sequence[int] | np.ndarray) -> Iterator[tuple[int, int]]:
     """Slots, in any order, as runs start .. end - 1 of as many as follow one another."""
+    if not len(slots):
+        return
+    first, end = int(slots[0]), int(slots[0]) + len(slots)
+    if isinstance(slots, list) and slots == list(range(first, end)):  # as mostly those of a request
+        yield first, end
+        return
     if len(slots) > FEW:
         ordered = np.asarray(slots, dtype=np.int64)
         steps = np.diff(ordered)
@@ -196,13 +202,8 @@ def _runs(slots: Sequence[int] | np.ndarray) -> Iterator[tuple[int, int]]:
             strict=True,
         )
         return
-    if not len(slots):
-        return
     few = sorted(slots.tolist() if isinstance(slots, np.ndarray) else slots)
     start = few[0]
-    if few == list(range(start, start + len(few))):
-        yield start, start + len(few)
-        return
     for before, slot in itertools.pairwise(few):
         if slot != before + 1:
             yield start, before + 1

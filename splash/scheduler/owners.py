@@ -73,8 +73,18 @@ def owners_with_room(
     saved = COMPUTE_WEIGHT * page_size  # by each page that is there
     work = tokens if found is None else [own - num * saved for own, num in zip(tokens, found.counts, strict=True)]
     spare = free if reserved is None else [own - kept for own, kept in zip(free, reserved, strict=True)]
-    for rank in sorted(sorted(range(pool.ranks), key=free.__getitem__, reverse=True), key=work.__getitem__):
+    for rank in _least_first(work, free):
         shared = found.pages(rank) if found is not None else ()
         takes = pool.takes(rank, shared, num_pages)
         if not any(map(gt, takes, spare)) and pool.fits_alone(rank, max_pages):
             yield rank, shared, takes
+
+
+def _least_first(work: Sequence[int], free: Sequence[int]) -> Iterator[int]:
+    """The ranks in order of work; among equals, the one with the most free pages first, then the lowest."""
+    least = min(work)
+    is_alone = work.count(least) == 1
+    if is_alone:  # mostly nobody asks for a second
+        yield work.index(least)
+    ranks = sorted(sorted(range(len(work)), key=free.__getitem__, reverse=True), key=work.__getitem__)
+    yield from ranks[is_alone:]
