@@ -122,9 +122,7 @@ class Rows:
         self.following = Following(self.sampled.copy(), [], [])
 
 
-def make_rows(
-    decoding: Sequence[Sequence[Request]], batch: Batch, running: Sequence[Request], page_size: int
-) -> Rows:
+def make_rows(decoding: Sequence[Sequence[Request]], batch: Batch, running: Sequence[Request], page_size: int) -> Rows:
     """The queries of a step by owner: rows of requests that decode, then chunks. Counts them as computed.
 
     Args:

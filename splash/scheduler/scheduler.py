@@ -26,6 +26,9 @@ from splash.scheduler.queries import PlannedStep, Rows, enter_pages, fill_pages,
 from splash.scheduler.request import Progress, Rebase, Request
 from splash.scheduler.service import Service
 
+# A step in which so many times more pages than usual are filled, or were in the one before and are begun in it, has
+# enough to do: those that wait to be entered in the prefix cache wait for the next.
+MANY_FILLED = 16
 _by_order = attrgetter("order")
 
 
@@ -50,6 +53,8 @@ class Scheduler(Service):
         self._in_flight: deque[PlannedStep] = deque()
         self._pool_before: PrefixCache | None = None  # what `retract` would go back to
         self._aborted_in_flight: list[Request] = []
+        self._num_filled = 0  # pages that were filled by the rows of decodes in the last step that was taken in
+        self._have_gone = False  # whether requests of a step that has not been taken in may not be live any more
         self._ending: list[Request] = []  # get their last token by the step that has been foreseen, and hold no pages
 
     @property
@@ -105,6 +110,7 @@ class Scheduler(Service):
                 self._finished.append(id)
         elif self._in_flight:
             self._aborted_in_flight.append(request)
+            self._have_gone = True
         else:
             self._retire_all([request])
 
@@ -167,9 +173,13 @@ class Scheduler(Service):
         if self.config.prefix_cache:
             fill_pages(self.pool, step.filling, size)
             enter_pages(self.pool, step.filling_chunks, size)
-            self.pool.enter_full(len(step.plan.queries) // size + 1)  # a little more than they fill on average
+            usual = len(step.plan.queries) // size + 1  # a little more than they fill on average
+            filled, self._num_filled = max(len(step.filling), self._num_filled), len(step.filling)
+            if filled < MANY_FILLED * usual:
+                self.pool.enter_full(usual)
         for owner, own in enumerate(step.sampled):
-            self._tokens[owner] += sum([request.live for request in own])
+            self._tokens[owner] += sum([request.live for request in own]) if self._have_gone else len(own)
+        self._have_gone = False
 
     def _let_go(self, ending: list[Request]) -> None:
         """Let requests be over that a step had to end for: aborted ones, and those that have all their tokens by it."""
@@ -192,6 +202,8 @@ class Scheduler(Service):
         progress, ended = step.take(output, self.config.eos_token_ids)
         if not step.is_foreseen:
             self._let_go([request for request in ended if request.has_all_tokens])
+        elif ended:
+            self._have_gone = True  # the step after it was planned before they ended
         for request in ended:
             del self._requests[request.id]
             if request.held is None and not request.has_all_tokens:  # preempted since
@@ -212,6 +224,9 @@ class Scheduler(Service):
         """Count steps without a plan."""
         self._step += num_steps
         self._released, self._finished = [], []
+
+    def look_anew(self) -> None:
+        """Rely no longer on what the last plan has shown of the next step: a run may have begun pages of it."""
         self._following = None
 
     def add_tokens(self, counts: Sequence[int]) -> None:
