@@ -82,7 +82,7 @@ class PageAllocator:
             if before is None or taken[slot := before + 1]:
                 self._place(1, slots)
             else:
-                taken[slot] = 1
+                taken[slot] = _TAKEN
                 slots.append(slot)
         self.num_free -= len(slots)
         return slots

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from splash.core.errors import CapacityError, ConfigError
@@ -119,6 +119,17 @@ busy = st.one_of(
 
 
 @settings(max_examples=12)
+@example(  # runs end before steps in which pages have been begun, and somebody more important waits
+    requests=workload("poisson", num_requests=60, seed=1, rate=60, shared_prefix=300, prefix_groups=3),
+    layout="tp",
+    room_gib=40.0,
+    max_num_seqs=24,
+    max_batched_tokens=2048,
+    prefix_cache=False,
+    kind="static",
+    switches={},
+    num_priorities=3,
+)
 @given(
     requests=busy,
     layout=st.sampled_from(sorted(LAYOUTS)),
