@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -115,6 +118,39 @@ def test_a_description_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert platform.rank_environment(1)["GOMP_SPINCOUNT"] == "1000"
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     assert "GOMP_SPINCOUNT" not in platform.rank_environment(1), "whoever runs it decides"
+
+
+WORK_AGAIN = """
+import ctypes, resource
+libc, size = ctypes.CDLL(None), 20 << 20
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
+faults = []
+for _ in range(4):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [libc.malloc(size) for _ in range(3)]
+    for block in blocks:
+        ctypes.memset(block, 1, size)
+    for block in blocks:
+        libc.free(block)
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(*faults)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="its allocator is told to keep memory")
+def test_memory_that_ranks_work_in_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that are freed and taken again are in memory already: the kernel has no pages of theirs to zero."""
+    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
+        monkeypatch.delenv(name, raising=False)
+    environment = {**os.environ, **CpuPlatform().rank_environment(1)}
+    found = subprocess.run(
+        [sys.executable, "-c", WORK_AGAIN], env=environment, capture_output=True, text=True, check=True, timeout=60
+    )
+    first, *again = [int(count) for count in found.stdout.split()]
+    assert max(again) < first / 10
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000000")
+    assert "MALLOC_MMAP_THRESHOLD_" not in CpuPlatform().rank_environment(1), "whoever runs it decides"
 
 
 def test_files_that_nobody_reads_are_no_memory_in_use(tmp_path: Path) -> None:

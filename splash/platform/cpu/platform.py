@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 DEFAULT_ARENA_BYTES = 1 << 30
 
+# What a step works in, the next one needs again. By itself glibc gives much of it back to the kernel, which zeroes it
+# page by page as it is touched anew: thousands of faults a prefill. 32 MiB is the most that it takes for the first.
+_KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+
 
 class CpuPlatform(Platform):
     """The host's processors and memory.
@@ -69,6 +73,8 @@ class CpuPlatform(Platform):
         # it waits for from a core: the default is 300,000 rounds, and 1,000 where threads outnumber processors.
         if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
             environment["GOMP_SPINCOUNT"] = "1000"
+        if not os.environ.keys() & _KEPT_MEMORY.keys():
+            environment |= _KEPT_MEMORY
         return environment
 
     def arena_budget(self, ranks: int, beside_bytes: int, fraction: float) -> int:
