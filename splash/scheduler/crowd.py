@@ -7,6 +7,7 @@ replaced from the queue; arrivals add what Little's law says, rate times the tim
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -150,10 +151,13 @@ class Crowd:
         left, _ = self._survivors(steps)
         return min(float(self.most), left + sum(self._newcomers(steps, step_s, left)))
 
-    def steps_to_half(self, most: float, step_s: float) -> float:
-        """Steps until half of what is wanted now has gone, at most `most`, to within a factor of 2."""
+    def steps_to_half(self, most: float, seconds: Callable[[float], float]) -> float:
+        """Steps until half of what is wanted now has gone, at most `most`, to within a factor of 2.
+
+        `seconds` tells how long so many steps take.
+        """
         for _ in range(_HALVINGS):
-            if self._requests(most, step_s) >= self.wanted / 2:
+            if self._requests(most, seconds(most) / most) >= self.wanted / 2:
                 break
             most /= 2
         return max(1.0, most)
