@@ -191,10 +191,22 @@ class Crowd:
         arrived = 0.0
         if self.queue <= self.wanted - self.running + replaced:
             arrived = self.rate * min(step_s * steps, self.lasting_s)
+        return self._prompts(replaced, arrived)
+
+    def coming(self, step_s: float) -> tuple[float, Prompts]:
+        """(prompts that replace others in the next step, those and the ones that arrive in its `step_s` seconds)."""
+        queue, replaced = self.queue - (self.wanted - self.running), 0.0
+        if queue > 0:
+            replaced = min(queue, float(self.ending_n.sum()) + (self.wanted - self.running) / self.output)
+        arrived = self.rate * min(step_s, self.lasting_s) if queue <= replaced else 0.0
+        return replaced, self._prompts(replaced, arrived)
+
+    def _prompts(self, replaced: float, arrived: float) -> Prompts:
+        """So many prompts of the queue and of those that arrive."""
         waiting, coming = self._found_waiting, self.arriving * self.found
         rows = replaced * (self.prompt - waiting) + arrived * (self.arriving - coming)
         position = replaced * _positions(self.prompt, waiting) + arrived * _positions(self.arriving, coming)
-        return Prompts(rows, replaced + arrived, position / max(1.0, rows), replaced * waiting + arrived * coming)
+        return Prompts(rows, replaced + arrived, position / max(1e-9, rows), replaced * waiting + arrived * coming)
 
 
 def _positions(tokens: float, found: float) -> float:

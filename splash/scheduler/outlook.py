@@ -42,7 +42,7 @@ from splash.scheduler.crowd import Crowd, Phase, Prompts
 from splash.scheduler.pace import Pace, Track
 from splash.scheduler.room import Fill, Room
 from splash.scheduler.situation import Ints, Situation
-from splash.scheduler.step_times import COARSE, Shape, StepTimes, coarsely, on_coarse_grid, on_grid
+from splash.scheduler.step_times import Shape, StepTimes, coarsely, on_coarse_grid, on_grid
 from splash.scheduler.traffic import Arrivals, Outputs
 
 SKEW_STEPS = 10  # a skew is told to a tenth
@@ -344,33 +344,35 @@ class Forecaster:
 
             n = k (p + r M)
 
-        of which the right side grows with n, but as a rule by less than the left: the least n from 1 on that it does
-        not exceed is looked for, as far as a step has rows. Where that is 1, a step may carry none, and one takes
-        s = d + (p + r s) (kM - kd) on average, d without prompts, which is solved for s.
+        Where n = 1 is more than come in its time, a step may carry none, and one takes s = d + (p + r s) (kM - kd) on
+        average, d without prompts, which is solved for s. Else both sides are taken to be straight lines through n = 1
+        and as many as come while that one is computed, as far as a step has rows.
         """
-        replaced = crowd.stream(1.0, 0.0).requests
-        one = crowd.stream(1.0, step_s)
-        if one.rows < 1:
+        replaced, come = crowd.coming(step_s)
+        if come.rows <= 0:
             return Pace(step_s, 1.0)
-        waves = phase.requests / batch
-        rate = (one.requests - replaced) / step_s
-        each = one.rows / one.requests
-        most = max(1, int((self._max_rows - crowd.wanted) / max(2.0, each)))
-        n, fewer, excess = 1, 0, 0.0
-        while True:
-            prefill = self._dealt(Prompts(each * n, n, one.position), n, crowd.wanted, unevenness)[lane.has_owners]
-            more_s = self._prefill(lane, prefill, shapes, phase, batch, prefill.steps)[lane.index]
-            mixed_s = step_s / waves + more_s / prefill.steps
-            left_over = n - prefill.steps * (replaced / waves + rate * mixed_s)
-            if left_over >= 0 or n >= most:
-                break
-            fewer, excess = n, -left_over
-            n = min(most, max(n + 1, round(n * COARSE)))
-        if n == 1 and left_over >= 0:
+        waves, rate = phase.requests / batch, (come.requests - replaced) / step_s
+        each = come.rows / come.requests
+
+        def carry(n: int) -> tuple[float, float, float]:
+            """(seconds that n prompts add, of a step that carries them, prompts that come meanwhile)."""
+            both = self._dealt(Prompts(each * n, n, come.position), n, crowd.wanted, unevenness)
+            steps = both[lane.has_owners].steps
+            more_s = self._prefill(lane, both[lane.has_owners], shapes, phase, batch, steps)[lane.index]
+            mixed_s = step_s / waves + more_s / steps
+            return more_s, mixed_s, steps * (replaced / waves + rate * mixed_s)
+
+        more_s, one_s, come_by_one = carry(1)
+        if come_by_one <= 1:
             return Pace((step_s + replaced * more_s) / (1 - rate * more_s), 1.0)
-        if left_over > 0:  # between the last two
-            return Pace(waves * mixed_s, fewer + (n - fewer) * excess / (excess + left_over))
-        return Pace(waves * mixed_s, float(n))
+        most = max(1, int((self._max_rows - crowd.wanted) / max(2.0, each)))
+        n = min(most, math.ceil(come_by_one))
+        if n == 1:
+            return Pace(waves * one_s, 1.0)
+        _, many_s, come_by_many = carry(n)
+        slope = (come_by_many - come_by_one) / (n - 1)
+        at_once = min(float(most), 1 + (come_by_one - 1) / (1 - slope)) if slope < 1 else float(most)
+        return Pace(waves * max(one_s, one_s + (many_s - one_s) * (at_once - 1) / (n - 1)), at_once)
 
     def _dealt(
         self, prompts: Prompts, at_once: float, decoding: float, unevenness: Callable[[int], float]

@@ -136,7 +136,8 @@ def unevenness(lengths: Sequence[int], chunks: int, ranks: int) -> float:
     if not steps:
         return 1.0
     rows = np.zeros((steps, -(-chunks // ranks) * ranks))
-    rows[:, :chunks] = np.array(lengths, dtype=np.float64)[: steps * chunks].reshape(steps, chunks)
+    flat = np.fromiter(lengths, dtype=np.float64, count=len(lengths))
+    rows[:, :chunks] = flat[: steps * chunks].reshape(steps, chunks)
     busiest = rows.reshape(steps, -1, ranks).sum(axis=1).max(axis=1).sum()
     return float(busiest / (rows.sum() / chunks * -(-chunks // ranks)))
 
