@@ -135,6 +135,7 @@ def _situation(running: list[Request], now: float, layout: Layout) -> Situation:
         num_wanted=0,
         num_queried=0,
         num_hit=0,
+        begun=(),
         live=lambda: running,
     )
 

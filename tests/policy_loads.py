@@ -62,6 +62,7 @@ def situation(
         num_wanted=idle_pages * ranks,
         num_queried=num_queried,
         num_hit=num_hit,
+        begun=(),
         live=lambda: [*running, *waiting],
     )
 

@@ -7,6 +7,7 @@ replaced from the queue; arrivals add what Little's law says, rate times the tim
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -150,10 +151,13 @@ class Crowd:
         left, _ = self._survivors(steps)
         return min(float(self.most), left + sum(self._newcomers(steps, step_s, left)))
 
-    def steps_to_half(self, most: float, step_s: float) -> float:
-        """Steps until half of what is wanted now has gone, at most `most`, to within a factor of 2."""
+    def steps_to_half(self, most: float, seconds: Callable[[float], float]) -> float:
+        """Steps until half of what is wanted now has gone, at most `most`, to within a factor of 2.
+
+        `seconds` tells how long so many steps take.
+        """
         for _ in range(_HALVINGS):
-            if self._requests(most, step_s) >= self.wanted / 2:
+            if self._requests(most, seconds(most) / most) >= self.wanted / 2:
                 break
             most /= 2
         return max(1.0, most)
@@ -187,10 +191,22 @@ class Crowd:
         arrived = 0.0
         if self.queue <= self.wanted - self.running + replaced:
             arrived = self.rate * min(step_s * steps, self.lasting_s)
+        return self._prompts(replaced, arrived)
+
+    def coming(self, step_s: float) -> tuple[float, Prompts]:
+        """(prompts that replace others in the next step, those and the ones that arrive in its `step_s` seconds)."""
+        queue, replaced = self.queue - (self.wanted - self.running), 0.0
+        if queue > 0:
+            replaced = min(queue, float(self.ending_n.sum()) + (self.wanted - self.running) / self.output)
+        arrived = self.rate * min(step_s, self.lasting_s) if queue <= replaced else 0.0
+        return replaced, self._prompts(replaced, arrived)
+
+    def _prompts(self, replaced: float, arrived: float) -> Prompts:
+        """So many prompts of the queue and of those that arrive."""
         waiting, coming = self._found_waiting, self.arriving * self.found
         rows = replaced * (self.prompt - waiting) + arrived * (self.arriving - coming)
         position = replaced * _positions(self.prompt, waiting) + arrived * _positions(self.arriving, coming)
-        return Prompts(rows, replaced + arrived, position / max(1.0, rows), replaced * waiting + arrived * coming)
+        return Prompts(rows, replaced + arrived, position / max(1e-9, rows), replaced * waiting + arrived * coming)
 
 
 def _positions(tokens: float, found: float) -> float:

@@ -6,7 +6,8 @@ known and expected until the load has changed by half, or the horizon is reached
 - decode steps, half of them with the requests that are wanted at its begin, half with those at its end
   (`splash.scheduler.crowd`);
 - the rows of prompts that are to be prefilled meanwhile, in chunks beside decodes: those that are there, as many at a
-  time as a step has rows for, and those that come, as they come; as uneven as prompts are. Where pages are kept by
+  time as a step has rows for, and those that come, as they come in the time that all this takes; as uneven as what is
+  left to compute of prompts. Where pages are kept by
   request, each owner computes one at the same time, of as many rows as the others as long as there are enough.
 
 A layout whose memory holds only n of the N requests that are wanted serves them in N / n waves of the smaller batch:
@@ -38,6 +39,7 @@ import numpy as np
 from splash.core.layout import KV, Layout
 from splash.scheduler.cost_model import CostModel
 from splash.scheduler.crowd import Crowd, Phase, Prompts
+from splash.scheduler.pace import Pace, Track
 from splash.scheduler.room import Fill, Room
 from splash.scheduler.situation import Ints, Situation
 from splash.scheduler.step_times import Shape, StepTimes, coarsely, on_coarse_grid, on_grid
@@ -236,26 +238,31 @@ class Forecaster:
         batch = min(first.requests, lane.fitting(pages, held))
         decode = lane.times.seconds(shapes.of(first, round(batch), lane.has_owners, skew))[lane.index]
         step_s = first.requests / batch * decode
-        steps = crowd.steps_to_half(self._horizon_s / step_s, step_s)
-        backlog, stream = crowd.backlog(), crowd.stream(steps, step_s)
-        both = self._prefills(crowd, arrivals, backlog, stream, steps)
-        prefills = both[lane.has_owners]
-        prefill_s = sum([self._prefill(lane, each, shapes, first, batch, covered=0.0)[lane.index] for each in prefills])
-        if prefill_s > self._horizon_s:
-            share_done = self._horizon_s / prefill_s
-            both = [[each._replace(steps=each.steps * share_done) for each in prefills] for prefills in both]
-            prefills, prefill_s = both[lane.has_owners], self._horizon_s
-        # Decodes go on beside chunks, and by themselves for what is left of the horizon.
-        alone = max(0.0, self._horizon_s - prefill_s) / step_s
-        if steps > (most := sum([prefill.steps for prefill in prefills]) + alone):
-            steps, stream = most, crowd.stream(most, step_s)
+        unevenness = partial(arrivals.unevenness, ranks=self._ranks)
+        backlog, prefills, backlog_steps, backlog_s = crowd.backlog(), list[tuple[Prefill, Prefill]](), 0.0, 0.0
+        if backlog.rows >= 1:
+            beside = (crowd.decoding + crowd.wanted) / 2
+            both = self._dealt(backlog, backlog.requests, beside, unevenness)
+            backlog_s = self._prefill(lane, both[lane.has_owners], shapes, first, batch, covered=0.0)[lane.index]
+            if backlog_s > self._horizon_s:
+                part, backlog_s = self._horizon_s / backlog_s, self._horizon_s
+                both = both[0]._replace(steps=both[0].steps * part), both[1]._replace(steps=both[1].steps * part)
+            prefills.append(both)
+            backlog_steps = both[lane.has_owners].steps
+        pace = self._pace(lane, crowd, unevenness, shapes, first, batch, step_s)
+        track = Track(backlog_steps, backlog_s, pace.step_s, crowd.lasting_s, step_s)
+        steps = crowd.steps_to_half(track.steps(self._horizon_s), track.seconds)
+        step_s = track.seconds(steps) / steps
+        stream = crowd.stream(steps, step_s)
+        if stream.rows >= 1:
+            prefills.append(self._dealt(stream, pace.at_once, crowd.wanted, unevenness))
         ahead = crowd.later(steps, step_s)
         return Outlook(
             first=first,
             last=_on_ladder(ahead, first),
             decode_steps=steps,
-            shared=tuple(both[False]),
-            owned=tuple(both[True]),
+            shared=tuple([both[False] for both in prefills]),
+            owned=tuple([both[True] for both in prefills]),
             found_tokens=backlog.found + stream.found,
             wanted=(first.requests, ahead.requests),
             pages=(pages, self._pages(ahead, situation)),
@@ -320,24 +327,52 @@ class Forecaster:
         seconds = self._prefill(lane, prefill, outlook.shapes, outlook.first, batch, prefill.steps)
         return [share * all_s for all_s in seconds]
 
-    def _prefills(
-        self, crowd: Crowd, arrivals: Arrivals, backlog: Prompts, stream: Prompts, steps: float
-    ) -> list[list[Prefill]]:
-        """The steps that carry chunks of the backlog, and of a stream that comes evenly in so many steps.
+    def _pace(
+        self,
+        lane: _Lane,
+        crowd: Crowd,
+        unevenness: Callable[[int], float],
+        shapes: Shapes,
+        phase: Phase,
+        batch: float,
+        step_s: float,
+    ) -> Pace:
+        """The pace of a layout of a lane while prompts come, where all would decode one token in `step_s` without them.
 
-        First where every rank takes part in each, then with owners; see `_dealt`.
+        Steps that carry n prompts carry those that came while the last of them ran. p come with each step, in the place
+        of requests that end, and r a second. So where n prompts take k steps of M seconds and steps follow each other,
+
+            n = k (p + r M)
+
+        Where n = 1 is more than come in its time, a step may carry none, and one takes s = d + (p + r s) (kM - kd) on
+        average, d without prompts, which is solved for s. Else both sides are taken to be straight lines through n = 1
+        and as many as come while that one is computed, as far as a step has rows.
         """
-        shared, owned = list[Prefill](), list[Prefill]()
-        unevenness = partial(arrivals.unevenness, ranks=self._ranks)
-        for prompts, at_once, decoding in (
-            (backlog, backlog.requests, (crowd.decoding + crowd.wanted) / 2),
-            (stream, max(1.0, stream.requests / steps), crowd.wanted),
-        ):
-            if prompts.rows >= 1:
-                one_after_another, by_owner = self._dealt(prompts, at_once, decoding, unevenness)
-                shared.append(one_after_another)
-                owned.append(by_owner)
-        return [shared, owned]
+        replaced, come = crowd.coming(step_s)
+        if come.rows <= 0:
+            return Pace(step_s, 1.0)
+        waves, rate = phase.requests / batch, (come.requests - replaced) / step_s
+        each = come.rows / come.requests
+
+        def carry(n: int) -> tuple[float, float, float]:
+            """(seconds that n prompts add, of a step that carries them, prompts that come meanwhile)."""
+            both = self._dealt(Prompts(each * n, n, come.position), n, crowd.wanted, unevenness)
+            steps = both[lane.has_owners].steps
+            more_s = self._prefill(lane, both[lane.has_owners], shapes, phase, batch, steps)[lane.index]
+            mixed_s = step_s / waves + more_s / steps
+            return more_s, mixed_s, steps * (replaced / waves + rate * mixed_s)
+
+        more_s, one_s, come_by_one = carry(1)
+        if come_by_one <= 1:
+            return Pace((step_s + replaced * more_s) / (1 - rate * more_s), 1.0)
+        most = max(1, int((self._max_rows - crowd.wanted) / max(2.0, each)))
+        n = min(most, math.ceil(come_by_one))
+        if n == 1:
+            return Pace(waves * one_s, 1.0)
+        _, many_s, come_by_many = carry(n)
+        slope = (come_by_many - come_by_one) / (n - 1)
+        at_once = min(float(most), 1 + (come_by_one - 1) / (1 - slope)) if slope < 1 else float(most)
+        return Pace(waves * max(one_s, one_s + (many_s - one_s) * (at_once - 1) / (n - 1)), at_once)
 
     def _dealt(
         self, prompts: Prompts, at_once: float, decoding: float, unevenness: Callable[[int], float]

@@ -21,6 +21,7 @@ what priorities ask for.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Sequence
 from operator import attrgetter
 
@@ -37,6 +38,7 @@ from splash.scheduler.request import Request, held_pages
 
 LOOK_AHEAD = 16  # requests behind the first in the queue that may be short enough to begin before it
 MOST_HELD = 1024  # requests that wait for a leader and are passed over in one step
+REMEMBERED = 64  # prompts that have begun
 FEW = 32  # where less than one of so many ends, each that does is looked for, else all are looked at
 
 _by_order = attrgetter("order")
@@ -52,6 +54,7 @@ class Service:
     Attributes:
         num_preemptions: how often a request lost its pages to another.
         num_queried, num_hit: tokens of prompts that were looked for in the cache, and those of them that were there.
+        begun: tokens that the last prompts had to compute when they first began, the last one last.
         holds_admission: while set, waiting requests stay where they are.
     """
 
@@ -61,6 +64,7 @@ class Service:
         self.num_preemptions = 0
         self.num_queried = 0
         self.num_hit = 0
+        self.begun: deque[int] = deque(maxlen=REMEMBERED)
         self.holds_admission = False
         self._max_running = min(config.max_num_seqs, config.max_batched_tokens)
         self._waiting = WaitingQueue()
@@ -208,6 +212,8 @@ class Service:
     def _begin(self, request: Request, admission: Admission, place: Place) -> None:
         """Give a waiting request its pages and let it run."""
         request.held = HeldPages(place.owner, self.pool.ranks)
+        if not request.announced:
+            self.begun.append(admission.left(place.owner))
         if self.config.prefix_cache:
             self.pool.share(request.held, place.shared)
             request.num_computed = len(place.shared) * self.config.page_size

@@ -37,6 +37,7 @@ class Situation:
         idle_T: by rank, pages that no request holds but a request may find in the cache.
         num_wanted: about how many of those, copies included, will be found.
         num_queried, num_hit: tokens of prompts that were looked for in the cache so far, and those found.
+        begun: tokens that were left to compute of the last prompts that began.
         live: all live requests, asked for only when a switch is about to be proposed.
     """
 
@@ -52,6 +53,7 @@ class Situation:
     num_wanted: int
     num_queried: int
     num_hit: int
+    begun: Sequence[int]
     live: Callable[[], Iterable[Request]]
 
     @classmethod
@@ -71,6 +73,7 @@ class Situation:
             num_wanted=pool.num_wanted,
             num_queried=scheduler.num_queried,
             num_hit=scheduler.num_hit,
+            begun=scheduler.begun,
             live=lambda: scheduler.requests,
         )
 

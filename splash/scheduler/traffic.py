@@ -52,6 +52,7 @@ class Arrivals:
         self._looked_up = (0, 0)  # tokens looked for and found, in all
         self._queried = 0.0  # the same, older ones worth less
         self._hit = 0.0
+        self._begun: Sequence[int] = ()  # tokens that the last prompts to begin had to compute
 
     def add(self, now: float, num_prompt_tokens: int) -> None:
         """A request of so many prompt tokens came at `now` seconds."""
@@ -86,8 +87,12 @@ class Arrivals:
         """For how long requests have been coming without a lull, which is for how long more they are expected to."""
         return now - self._first_s if self._count else 0.0
 
-    def found(self, num_queried: int, num_hit: int) -> None:
-        """So many tokens of prompts have been looked for in the prefix cache so far, and so many found."""
+    def found(self, num_queried: int, num_hit: int, begun: Sequence[int] = ()) -> None:
+        """So many tokens of prompts have been looked for in the prefix cache so far, and so many found.
+
+        `begun` are those that were left to compute of the last prompts that began, the last one last.
+        """
+        self._begun = begun
         queried, hit = num_queried - self._looked_up[0], num_hit - self._looked_up[1]
         if queried:
             self._looked_up = (num_queried, num_hit)
@@ -101,12 +106,15 @@ class Arrivals:
         return min(1.0, max(0.0, self._hit / self._queried)) if self._queried > 0 else 0.0
 
     def unevenness(self, chunks: int, ranks: int) -> float:
-        """`unevenness` of the last prompts, as of a few arrivals ago."""
+        """`unevenness` of what the last prompts had to compute, as of a few arrivals ago.
+
+        What the prefix cache has is no work: turns of one length may bring ten tokens or ten thousand.
+        """
         if chunks == 1:
             return 1.0
         known, value = self._unevenness.get(chunks, (-STALE, 1.0))
         if self._arrived - known >= STALE:
-            value = unevenness(list(self._prompts), chunks, ranks)
+            value = unevenness(self._begun or self._prompts, chunks, ranks)
             self._unevenness[chunks] = self._arrived, value
         return value
 
@@ -128,7 +136,8 @@ def unevenness(lengths: Sequence[int], chunks: int, ranks: int) -> float:
     if not steps:
         return 1.0
     rows = np.zeros((steps, -(-chunks // ranks) * ranks))
-    rows[:, :chunks] = np.asarray(lengths[: steps * chunks], dtype=np.float64).reshape(steps, chunks)
+    flat = np.fromiter(lengths, dtype=np.float64, count=len(lengths))
+    rows[:, :chunks] = flat[: steps * chunks].reshape(steps, chunks)
     busiest = rows.reshape(steps, -1, ranks).sum(axis=1).max(axis=1).sum()
     return float(busiest / (rows.sum() / chunks * -(-chunks // ranks)))
 

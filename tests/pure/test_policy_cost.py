@@ -20,6 +20,7 @@ from splash.scheduler.cost_policy import CostPolicy
 from splash.scheduler.crowd import Crowd
 from splash.scheduler.outlook import Forecaster
 from splash.scheduler.owners import balance_owners
+from splash.scheduler.pace import Track
 from splash.scheduler.policy import PolicyConfig
 from splash.scheduler.request import Request
 from splash.scheduler.room import Fill, Room
@@ -294,6 +295,47 @@ def test_prompts_of_many_owners_are_predicted_as_they_are_planned() -> None:
     short = [request(100 + i, None, 100, 0) for i in range(10)]
     (owned,) = forecaster.look(situation(0.0, DP, decoding(8, 1000), short), Arrivals(), Outputs()).owned[:1]
     assert owned.chunks == pytest.approx(10, rel=0.25), "short ones all begin in one step"
+
+
+@given(
+    rate=st.sampled_from([0.5, 2, 5, 8]),
+    tokens=st.sampled_from([100, 1000, 4000]),
+    layout=st.sampled_from(H200.layouts),
+)
+@settings(max_examples=30, deadline=None)
+def test_an_outlook_has_the_prompts_that_come_in_the_time_that_it_takes(
+    rate: float, tokens: int, layout: Layout
+) -> None:
+    """Steps that carry chunks are longer, and more prompts come the longer all takes."""
+    forecaster = Forecaster(H200, Room(GEOMETRY, H200.layouts, 1 << 40), 512, 8192, horizon_s=30.0)
+    arrivals, outputs = Arrivals(), Outputs()
+    for tick in range(round(100 * rate)):
+        arrivals.add(tick / rate, tokens)
+    for _ in range(1000):
+        outputs.add(400)
+    outlook = forecaster.look(situation(100.0, layout, decoding(64, 4000)), arrivals, outputs)
+    seconds = forecaster.seconds(layout, outlook, outlook.skew)
+    (stream,) = outlook.prefills(layout.kv is KV.REQUEST)
+    rows = stream.steps * stream.chunks * stream.rows
+    most = 8192 * outlook.decode_steps  # more would have to wait
+    assert rows == pytest.approx(min(most, rate * seconds * tokens), rel=0.35)
+
+
+@given(
+    backlog_steps=st.floats(1, 100),
+    pace=st.tuples(st.floats(0.2, 1), st.floats(0.05, 0.2), st.floats(0.01, 0.05)),
+    lasting_s=st.floats(0, 100),
+    steps=st.floats(1, 1000),
+)
+def test_steps_and_the_time_that_they_take_tell_each_other(
+    backlog_steps: float, pace: tuple[float, float, float], lasting_s: float, steps: float
+) -> None:
+    backlog_s, coming_s, alone_s = pace[0] * backlog_steps, pace[1], pace[2]
+    track = Track(backlog_steps, backlog_s, coming_s, lasting_s, alone_s)
+    seconds = track.seconds(steps)
+    assert alone_s * steps <= seconds * (1 + 1e-9) and seconds <= pace[0] * steps * (1 + 1e-9)
+    if steps >= backlog_steps:
+        assert track.steps(seconds) == pytest.approx(steps)
 
 
 def test_a_switch_that_the_rest_of_the_work_does_not_pay_for_is_left() -> None:

@@ -136,6 +136,18 @@ def test_the_share_of_prompts_that_is_found_follows_the_last_ones() -> None:
     assert arrivals.found_share == pytest.approx(0.9, abs=0.05)
 
 
+def test_prompts_are_as_uneven_as_what_is_left_to_compute_of_them() -> None:
+    arrivals = Arrivals()
+    for turn in range(64):
+        arrivals.add(float(turn), 10_000)
+    assert arrivals.unevenness(2, 8) == pytest.approx(1)
+    arrivals = Arrivals()
+    for turn in range(64):
+        arrivals.add(float(turn), 10_000)
+    arrivals.found(640_000, 608_000, [100, 900] * 32)
+    assert arrivals.unevenness(2, 8) == pytest.approx(1.8)  # 900 where equal ones would be 500
+
+
 def test_unevenness_is_the_rows_of_the_busiest_rank_over_those_of_equal_prompts() -> None:
     assert unevenness([100] * 64, 8, 8) == unevenness([100] * 64, 12, 8) == pytest.approx(1)
     assert unevenness([100, 300] * 32, 2, 8) == pytest.approx(1.5)  # 300 where equal prompts would be 200
