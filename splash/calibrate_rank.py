@@ -149,15 +149,12 @@ def _memory(bench: Bench, sizes: Sizes, dtype: torch.dtype) -> dict[str, float]:
 
 
 def _batch(num_sequences: int, rows: int, context: int, page_size: int) -> AttentionBatch:
-    """Sequences whose last `rows` of `context` positions attend, on pages of their own.
-
-    They have taken their pages in turns, as requests do that run together: none has two that lie together.
-    """
+    """Sequences whose last `rows` of `context` positions attend, on pages of their own."""
     pages = context // page_size
     return AttentionBatch(
         row_positions=np.tile(np.arange(context - rows, context), num_sequences),
         row_starts=np.arange(num_sequences + 1) * rows,
-        slots=np.arange(num_sequences * pages).reshape(pages, num_sequences).T.ravel(),
+        slots=np.arange(num_sequences * pages),
         numbers=np.tile(np.arange(pages), num_sequences),
         page_starts=np.arange(num_sequences + 1) * pages,
     )
