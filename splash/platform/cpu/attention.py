@@ -19,7 +19,7 @@ from splash.platform.base import AttentionBackend, AttentionBatch
 
 _SCORE_ELEMENTS = 1 << 20  # scores held at once: 4 MiB, which stay in cache and bound the memory of long histories
 _MAX_BLOCK_ROWS = 64  # rows of a block; smaller blocks skip more of the keys that lie in their future
-_KEYS_FIRST_HEADS = range(2, 8)  # scores of so few heads take less time as keys x queries than as queries x keys
+_KEYS_FIRST_HEADS = range(2, 7)  # scores of so few heads take less time as keys x queries than as queries x keys
 _EXPANDED_ELEMENTS = 1 << 24  # keys and values expanded at once: 64 MiB
 _FREE_PADDING = 32 << 10  # padded scores that cost less than the calls that they save
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 DEFAULT_ARENA_BYTES = 1 << 30
 
 # What a step works in, the next one needs again. By itself glibc gives much of it back to the kernel, which zeroes it
-# page by page as it is touched anew: thousands of faults a prefill. 32 MiB is the most that it takes for the first.
+# page by page as it is touched anew: thousands of faults a prefill. 32 MiB is the most that it takes as a threshold for
+# mapping memory apart.
 _KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
