@@ -135,7 +135,8 @@ def _situation(running: list[Request], now: float, layout: Layout) -> Situation:
         num_wanted=0,
         num_queried=0,
         num_hit=0,
-        begun=(),
+        rows_begun=(),
+        num_begun=0,
         live=lambda: running,
     )
 

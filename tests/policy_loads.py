@@ -62,7 +62,8 @@ def situation(
         num_wanted=idle_pages * ranks,
         num_queried=num_queried,
         num_hit=num_hit,
-        begun=(),
+        rows_begun=(),
+        num_begun=0,
         live=lambda: [*running, *waiting],
     )
 

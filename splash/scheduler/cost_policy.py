@@ -144,7 +144,8 @@ class CostPolicy:
         """See `Policy`."""
         if not (situation.running or situation.num_waiting):
             return None
-        self._arrivals.found(situation.num_queried, situation.num_hit, situation.begun)
+        self._arrivals.found(situation.num_queried, situation.num_hit)
+        self._arrivals.began(situation.num_begun, situation.rows_begun)
         outlook = self._forecaster.look(situation, self._arrivals, self._outputs)
         seconds = self._forecaster.seconds(situation.layout, outlook, outlook.skew)
         self._restraint.decides(situation.now, seconds * REST_SHARE)

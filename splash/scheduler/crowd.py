@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from splash.scheduler.pace import Coming
 from splash.scheduler.situation import Situation
 from splash.scheduler.traffic import Arrivals, Floats, Outputs
 
@@ -185,28 +186,39 @@ class Crowd:
         return (self.prompt - self.again) * self.found
 
     def stream(self, steps: float, step_s: float) -> Prompts:
-        """The prompts that come one by one in so many steps: replacements, and arrivals that need not queue."""
+        """The prompts that come one by one in so many steps: those of the queue and of arrivals that find a place."""
         left, _ = self._survivors(steps)
-        replaced = self._newcomers(steps, step_s, left)[1]
-        arrived = 0.0
-        if self.queue <= self.wanted - self.running + replaced:
-            arrived = self.rate * min(step_s * steps, self.lasting_s)
-        return self._prompts(replaced, arrived)
+        admitted = self.wanted - self.running
+        ended = self.running - left + admitted * (1 - math.exp(-steps / self.output))
+        queue, arrived = self.queue - admitted, self.rate * min(step_s * steps, self.lasting_s)
+        begun = min(queue + arrived, self.most - self.wanted + ended)
+        return self._prompts(min(queue, begun), max(0.0, begun - queue))
 
-    def coming(self, step_s: float) -> tuple[float, Prompts]:
-        """(prompts that replace others in the next step, those and the ones that arrive in its `step_s` seconds)."""
-        queue, replaced = self.queue - (self.wanted - self.running), 0.0
-        if queue > 0:
-            replaced = min(queue, float(self.ending_n.sum()) + (self.wanted - self.running) / self.output)
-        arrived = self.rate * min(step_s, self.lasting_s) if queue <= replaced else 0.0
-        return replaced, self._prompts(replaced, arrived)
+    def coming(self) -> Coming:
+        """The same as it begins."""
+        admitted = self.wanted - self.running
+        return Coming(
+            queue=self.queue - admitted,
+            rate=self.rate if self.arriving else 0.0,
+            lasting_s=self.lasting_s,
+            places=self.most - self.wanted,
+            ending=float(self.ending_n.sum()) + admitted / self.output,
+        )
 
-    def _prompts(self, replaced: float, arrived: float) -> Prompts:
+    def typical(self, seconds: float) -> Prompts:
+        """One of those that come in so many seconds, as they are on average; without rows where none comes."""
+        queue, arrived = self.queue - (self.wanted - self.running), self.rate * min(seconds, self.lasting_s)
+        if queue + arrived <= 0:
+            return Prompts(0.0, 1.0, 0.0)
+        return self._prompts(queue / (queue + arrived), arrived / (queue + arrived))
+
+    def _prompts(self, waiting: float, arriving: float) -> Prompts:
         """So many prompts of the queue and of those that arrive."""
-        waiting, coming = self._found_waiting, self.arriving * self.found
-        rows = replaced * (self.prompt - waiting) + arrived * (self.arriving - coming)
-        position = replaced * _positions(self.prompt, waiting) + arrived * _positions(self.arriving, coming)
-        return Prompts(rows, replaced + arrived, position / max(1e-9, rows), replaced * waiting + arrived * coming)
+        found, coming = self._found_waiting, self.arriving * self.found
+        rows = waiting * (self.prompt - found) + arriving * (self.arriving - coming)
+        position = waiting * _positions(self.prompt, found) + arriving * _positions(self.arriving, coming)
+        # Of a small part of a prompt there may be less than a row.
+        return Prompts(rows, waiting + arriving, position / max(1e-9, rows), waiting * found + arriving * coming)
 
 
 def _positions(tokens: float, found: float) -> float:

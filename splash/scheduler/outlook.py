@@ -6,9 +6,9 @@ known and expected until the load has changed by half, or the horizon is reached
 - decode steps, half of them with the requests that are wanted at its begin, half with those at its end
   (`splash.scheduler.crowd`);
 - the rows of prompts that are to be prefilled meanwhile, in chunks beside decodes: those that are there, as many at a
-  time as a step has rows for, and those that come, as they come in the time that all this takes; as uneven as what is
-  left to compute of prompts. Where pages are kept by
-  request, each owner computes one at the same time, of as many rows as the others as long as there are enough.
+  time as a step has rows for, and those that come, as they come in the time that all this takes
+  (`splash.scheduler.pace`); as uneven as what was left to compute of the last ones. Where pages are kept by request,
+  each owner computes one at the same time, of as many rows as the others as long as there are enough.
 
 A layout whose memory holds only n of the N requests that are wanted serves them in N / n waves of the smaller batch:
 
@@ -39,7 +39,7 @@ import numpy as np
 from splash.core.layout import KV, Layout
 from splash.scheduler.cost_model import CostModel
 from splash.scheduler.crowd import Crowd, Phase, Prompts
-from splash.scheduler.pace import Pace, Track
+from splash.scheduler.pace import NONE, Carried, Pace, carried_together
 from splash.scheduler.room import Fill, Room
 from splash.scheduler.situation import Ints, Situation
 from splash.scheduler.step_times import Shape, StepTimes, coarsely, on_coarse_grid, on_grid
@@ -177,6 +177,12 @@ class Outlook:
         return Prompts(rows, rows / each, each / 2)
 
 
+def _part(prefills: tuple[Prefill, Prefill], part: float) -> tuple[Prefill, Prefill]:
+    """That part of their steps."""
+    shared, owned = prefills
+    return shared._replace(steps=part * shared.steps), owned._replace(steps=part * owned.steps)
+
+
 def _on_ladder(phase: Phase, first: Phase) -> Phase:
     """About `phase`, whole steps of `COARSE` away from `first`: what is far ahead is not known to a percent."""
     return Phase(
@@ -198,6 +204,29 @@ class _Lane:
     def fitting(self, pages: float, held: int) -> float:
         """Requests of so many pages each that fit at once, where `held` pages are known to fit."""
         return max(1.0, self.capacity(pages), held / pages)
+
+
+class _Serving(NamedTuple):
+    """The layout that serves, and what it does without prompts.
+
+    Attributes:
+        lane: of the layout.
+        shapes: of its steps.
+        phase: what is wanted.
+        batch: requests of it that fit at once.
+        round_s: seconds in which each decodes one token.
+    """
+
+    lane: _Lane
+    shapes: Shapes
+    phase: Phase
+    batch: float
+    round_s: float
+
+    @property
+    def waves(self) -> float:
+        """Steps of a round."""
+        return self.phase.requests / self.batch
 
 
 class Forecaster:
@@ -237,25 +266,21 @@ class Forecaster:
         held = situation.num_pages
         batch = min(first.requests, lane.fitting(pages, held))
         decode = lane.times.seconds(shapes.of(first, round(batch), lane.has_owners, skew))[lane.index]
-        step_s = first.requests / batch * decode
+        serving = _Serving(lane, shapes, first, batch, first.requests / batch * decode)
         unevenness = partial(arrivals.unevenness, ranks=self._ranks)
-        backlog, prefills, backlog_steps, backlog_s = crowd.backlog(), list[tuple[Prefill, Prefill]](), 0.0, 0.0
-        if backlog.rows >= 1:
-            beside = (crowd.decoding + crowd.wanted) / 2
-            both = self._dealt(backlog, backlog.requests, beside, unevenness)
-            backlog_s = self._prefill(lane, both[lane.has_owners], shapes, first, batch, covered=0.0)[lane.index]
-            if backlog_s > self._horizon_s:
-                part, backlog_s = self._horizon_s / backlog_s, self._horizon_s
-                both = both[0]._replace(steps=both[0].steps * part), both[1]._replace(steps=both[1].steps * part)
-            prefills.append(both)
-            backlog_steps = both[lane.has_owners].steps
-        pace = self._pace(lane, crowd, unevenness, shapes, first, batch, step_s)
-        track = Track(backlog_steps, backlog_s, pace.step_s, crowd.lasting_s, step_s)
-        steps = crowd.steps_to_half(track.steps(self._horizon_s), track.seconds)
-        step_s = track.seconds(steps) / steps
+        pace, prefills = self._pace(serving, crowd, unevenness)
+        steps = crowd.steps_to_half(pace.rounds(self._horizon_s), pace.seconds)
+        step_s = pace.seconds(steps) / steps
         stream = crowd.stream(steps, step_s)
-        if stream.rows >= 1:
-            prefills.append(self._dealt(stream, pace.at_once, crowd.wanted, unevenness))
+        behind = serving.waves * (steps - pace.backlog_rounds)
+        if stream.rows >= 1 and behind > 0:
+            # A layout that computes fewer at once has more of them there.
+            alone = max(stream.requests, stream.rows / max(1.0, self._max_rows - crowd.wanted))
+            at_once = max(pace.carried.prompts, alone / behind)
+            both = self._dealt(stream, at_once, crowd.wanted, unevenness)
+            part = min(1.0, behind / both[lane.has_owners].steps)  # the rest finds no step to be computed in
+            prefills.append(_part(both, part))
+            stream = stream._replace(found=part * stream.found)
         ahead = crowd.later(steps, step_s)
         return Outlook(
             first=first,
@@ -263,7 +288,7 @@ class Forecaster:
             decode_steps=steps,
             shared=tuple([both[False] for both in prefills]),
             owned=tuple([both[True] for both in prefills]),
-            found_tokens=backlog.found + stream.found,
+            found_tokens=crowd.backlog().found + stream.found,
             wanted=(first.requests, ahead.requests),
             pages=(pages, self._pages(ahead, situation)),
             pages_held=held,
@@ -328,51 +353,35 @@ class Forecaster:
         return [share * all_s for all_s in seconds]
 
     def _pace(
-        self,
-        lane: _Lane,
-        crowd: Crowd,
-        unevenness: Callable[[int], float],
-        shapes: Shapes,
-        phase: Phase,
-        batch: float,
-        step_s: float,
-    ) -> Pace:
-        """The pace of a layout of a lane while prompts come, where all would decode one token in `step_s` without them.
+        self, serving: _Serving, crowd: Crowd, unevenness: Callable[[int], float]
+    ) -> tuple[Pace, list[tuple[Prefill, Prefill]]]:
+        """How rounds go by in the layout that serves; and the steps of the backlog, if there is one, as by `_dealt`."""
+        lane, waves, backlog = serving.lane, serving.waves, crowd.backlog()
+        pace, prefills = Pace(crowd.coming(), NONE, serving.round_s), list[tuple[Prefill, Prefill]]()
 
-        Steps that carry n prompts carry those that came while the last of them ran. p come with each step, in the place
-        of requests that end, and r a second. So where n prompts take k steps of M seconds and steps follow each other,
+        def seconds(prefill: Prefill, covered: float) -> float:
+            return self._prefill(lane, prefill, serving.shapes, serving.phase, serving.batch, covered)[lane.index]
 
-            n = k (p + r M)
+        if backlog.rows >= 1:
+            both = self._dealt(backlog, backlog.requests, (crowd.decoding + crowd.wanted) / 2, unevenness)
+            backlog_s = seconds(both[lane.has_owners], 0.0)
+            if backlog_s > self._horizon_s:
+                both, backlog_s = _part(both, self._horizon_s / backlog_s), self._horizon_s
+            prefills.append(both)
+            pace = pace._replace(backlog_rounds=both[lane.has_owners].steps / waves, backlog_s=backlog_s)
+        left_s = self._horizon_s - pace.backlog_s
+        typical = crowd.typical(left_s)
+        if typical.rows <= 0 or left_s <= 0:
+            return pace, prefills
 
-        Where n = 1 is more than come in its time, a step may carry none, and one takes s = d + (p + r s) (kM - kd) on
-        average, d without prompts, which is solved for s. Else both sides are taken to be straight lines through n = 1
-        and as many as come while that one is computed, as far as a step has rows.
-        """
-        replaced, come = crowd.coming(step_s)
-        if come.rows <= 0:
-            return Pace(step_s, 1.0)
-        waves, rate = phase.requests / batch, (come.requests - replaced) / step_s
-        each = come.rows / come.requests
+        def carry(n: int) -> Carried:
+            prompts = Prompts(n * typical.rows, n * typical.requests, typical.position)
+            prefill = self._dealt(prompts, n, crowd.wanted, unevenness)[lane.has_owners]
+            return Carried(n, prefill.steps / waves, seconds(prefill, prefill.steps))
 
-        def carry(n: int) -> tuple[float, float, float]:
-            """(seconds that n prompts add, of a step that carries them, prompts that come meanwhile)."""
-            both = self._dealt(Prompts(each * n, n, come.position), n, crowd.wanted, unevenness)
-            steps = both[lane.has_owners].steps
-            more_s = self._prefill(lane, both[lane.has_owners], shapes, phase, batch, steps)[lane.index]
-            mixed_s = step_s / waves + more_s / steps
-            return more_s, mixed_s, steps * (replaced / waves + rate * mixed_s)
-
-        more_s, one_s, come_by_one = carry(1)
-        if come_by_one <= 1:
-            return Pace((step_s + replaced * more_s) / (1 - rate * more_s), 1.0)
-        most = max(1, int((self._max_rows - crowd.wanted) / max(2.0, each)))
-        n = min(most, math.ceil(come_by_one))
-        if n == 1:
-            return Pace(waves * one_s, 1.0)
-        _, many_s, come_by_many = carry(n)
-        slope = (come_by_many - come_by_one) / (n - 1)
-        at_once = min(float(most), 1 + (come_by_one - 1) / (1 - slope)) if slope < 1 else float(most)
-        return Pace(waves * max(one_s, one_s + (many_s - one_s) * (at_once - 1) / (n - 1)), at_once)
+        most = int((self._max_rows - crowd.wanted) / max(2.0, typical.rows))
+        most = max(self._ranks if lane.has_owners else 1, most)
+        return pace._replace(carried=carried_together(pace.coming, carry, serving.round_s, left_s, most)), prefills
 
     def _dealt(
         self, prompts: Prompts, at_once: float, decoding: float, unevenness: Callable[[int], float]

@@ -35,10 +35,10 @@ from splash.scheduler.prefix_cache import PrefixCache
 from splash.scheduler.queries import Following
 from splash.scheduler.queue import WaitingQueue
 from splash.scheduler.request import Request, held_pages
+from splash.scheduler.traffic import PROMPTS
 
 LOOK_AHEAD = 16  # requests behind the first in the queue that may be short enough to begin before it
 MOST_HELD = 1024  # requests that wait for a leader and are passed over in one step
-REMEMBERED = 64  # prompts that have begun
 FEW = 32  # where less than one of so many ends, each that does is looked for, else all are looked at
 
 _by_order = attrgetter("order")
@@ -54,7 +54,9 @@ class Service:
     Attributes:
         num_preemptions: how often a request lost its pages to another.
         num_queried, num_hit: tokens of prompts that were looked for in the cache, and those of them that were there.
-        begun: tokens that the last prompts had to compute when they first began, the last one last.
+        rows_begun: rows that the last prompts had to compute when they began for the first time, or again after all
+            was lost, the last one last.
+        num_begun: how many such prompts there have been.
         holds_admission: while set, waiting requests stay where they are.
     """
 
@@ -64,7 +66,8 @@ class Service:
         self.num_preemptions = 0
         self.num_queried = 0
         self.num_hit = 0
-        self.begun: deque[int] = deque(maxlen=REMEMBERED)
+        self.rows_begun: deque[int] = deque(maxlen=PROMPTS)
+        self.num_begun = 0
         self.holds_admission = False
         self._max_running = min(config.max_num_seqs, config.max_batched_tokens)
         self._waiting = WaitingQueue()
@@ -213,7 +216,8 @@ class Service:
         """Give a waiting request its pages and let it run."""
         request.held = HeldPages(place.owner, self.pool.ranks)
         if not request.announced:
-            self.begun.append(admission.left(place.owner))
+            self.rows_begun.append(admission.left(place.owner))
+            self.num_begun += 1
         if self.config.prefix_cache:
             self.pool.share(request.held, place.shared)
             request.num_computed = len(place.shared) * self.config.page_size

@@ -37,7 +37,8 @@ class Situation:
         idle_T: by rank, pages that no request holds but a request may find in the cache.
         num_wanted: about how many of those, copies included, will be found.
         num_queried, num_hit: tokens of prompts that were looked for in the cache so far, and those found.
-        begun: tokens that were left to compute of the last prompts that began.
+        rows_begun: rows that the last prompts that began had to compute.
+        num_begun: how many prompts have begun.
         live: all live requests, asked for only when a switch is about to be proposed.
     """
 
@@ -53,7 +54,8 @@ class Situation:
     num_wanted: int
     num_queried: int
     num_hit: int
-    begun: Sequence[int]
+    rows_begun: Sequence[int]
+    num_begun: int
     live: Callable[[], Iterable[Request]]
 
     @classmethod
@@ -73,7 +75,8 @@ class Situation:
             num_wanted=pool.num_wanted,
             num_queried=scheduler.num_queried,
             num_hit=scheduler.num_hit,
-            begun=scheduler.begun,
+            rows_begun=tuple(scheduler.rows_begun),
+            num_begun=scheduler.num_begun,
             live=lambda: scheduler.requests,
         )
 

@@ -48,11 +48,12 @@ class Arrivals:
         self._prompts: deque[int] = deque(maxlen=PROMPTS)
         self._sum = 0
         self._arrived = 0
-        self._unevenness: dict[int, tuple[int, float]] = {}  # by chunks: as of which arrival, and its value
+        self._unevenness: dict[int, tuple[int, float]] = {}  # by chunks: as of how many events, and its value
         self._looked_up = (0, 0)  # tokens looked for and found, in all
         self._queried = 0.0  # the same, older ones worth less
         self._hit = 0.0
-        self._begun: Sequence[int] = ()  # tokens that the last prompts to begin had to compute
+        self._rows_begun: Sequence[int] = ()
+        self._num_begun = 0
 
     def add(self, now: float, num_prompt_tokens: int) -> None:
         """A request of so many prompt tokens came at `now` seconds."""
@@ -87,12 +88,15 @@ class Arrivals:
         """For how long requests have been coming without a lull, which is for how long more they are expected to."""
         return now - self._first_s if self._count else 0.0
 
-    def found(self, num_queried: int, num_hit: int, begun: Sequence[int] = ()) -> None:
-        """So many tokens of prompts have been looked for in the prefix cache so far, and so many found.
+    def began(self, num: int, rows: Sequence[int]) -> None:
+        """So many prompts have begun so far, and the last ones, of which the last is last, had so many rows to compute.
 
-        `begun` are those that were left to compute of the last prompts that began, the last one last.
+        What the prefix cache has is no work: turns of one length may bring ten rows or ten thousand.
         """
-        self._begun = begun
+        self._num_begun, self._rows_begun = num, rows
+
+    def found(self, num_queried: int, num_hit: int) -> None:
+        """So many tokens of prompts have been looked for in the prefix cache so far, and so many found."""
         queried, hit = num_queried - self._looked_up[0], num_hit - self._looked_up[1]
         if queried:
             self._looked_up = (num_queried, num_hit)
@@ -106,16 +110,18 @@ class Arrivals:
         return min(1.0, max(0.0, self._hit / self._queried)) if self._queried > 0 else 0.0
 
     def unevenness(self, chunks: int, ranks: int) -> float:
-        """`unevenness` of what the last prompts had to compute, as of a few arrivals ago.
+        """`unevenness` of the last prompts, as of a few arrivals and beginnings ago.
 
-        What the prefix cache has is no work: turns of one length may bring ten tokens or ten thousand.
+        Of what they had to compute, once enough have begun to tell, and of their tokens until then.
         """
         if chunks == 1:
             return 1.0
+        events = self._arrived + self._num_begun
         known, value = self._unevenness.get(chunks, (-STALE, 1.0))
-        if self._arrived - known >= STALE:
-            value = unevenness(self._begun or self._prompts, chunks, ranks)
-            self._unevenness[chunks] = self._arrived, value
+        if events - known >= STALE:
+            enough = len(self._rows_begun) >= min(PROMPTS, 2 * chunks)
+            value = unevenness(self._rows_begun if enough else self._prompts, chunks, ranks)
+            self._unevenness[chunks] = events, value
         return value
 
     @property

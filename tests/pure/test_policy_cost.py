@@ -18,9 +18,8 @@ from splash.core.memory import ArenaGeometry
 from splash.scheduler.cost_model import CostModel
 from splash.scheduler.cost_policy import CostPolicy
 from splash.scheduler.crowd import Crowd
-from splash.scheduler.outlook import Forecaster
+from splash.scheduler.outlook import Forecaster, Outlook
 from splash.scheduler.owners import balance_owners
-from splash.scheduler.pace import Track
 from splash.scheduler.policy import PolicyConfig
 from splash.scheduler.request import Request
 from splash.scheduler.room import Fill, Room
@@ -297,45 +296,63 @@ def test_prompts_of_many_owners_are_predicted_as_they_are_planned() -> None:
     assert owned.chunks == pytest.approx(10, rel=0.25), "short ones all begin in one step"
 
 
-@given(
-    rate=st.sampled_from([0.5, 2, 5, 8]),
-    tokens=st.sampled_from([100, 1000, 4000]),
-    layout=st.sampled_from(H200.layouts),
-)
-@settings(max_examples=30, deadline=None)
-def test_an_outlook_has_the_prompts_that_come_in_the_time_that_it_takes(
-    rate: float, tokens: int, layout: Layout
-) -> None:
-    """Steps that carry chunks are longer, and more prompts come the longer all takes."""
+def outlook_of(
+    layout: Layout, rate: float, tokens: int, queue: int = 0, running: int = 64, before_s: float = 0.0
+) -> tuple[Forecaster, Outlook]:
+    """An outlook on 30 s, where prompts of so many tokens have come for 100 s, the last one so long before."""
     forecaster = Forecaster(H200, Room(GEOMETRY, H200.layouts, 1 << 40), 512, 8192, horizon_s=30.0)
     arrivals, outputs = Arrivals(), Outputs()
     for tick in range(round(100 * rate)):
         arrivals.add(tick / rate, tokens)
     for _ in range(1000):
         outputs.add(400)
-    outlook = forecaster.look(situation(100.0, layout, decoding(64, 4000)), arrivals, outputs)
-    seconds = forecaster.seconds(layout, outlook, outlook.skew)
-    (stream,) = outlook.prefills(layout.kv is KV.REQUEST)
-    rows = stream.steps * stream.chunks * stream.rows
-    most = 8192 * outlook.decode_steps  # more would have to wait
-    assert rows == pytest.approx(min(most, rate * seconds * tokens), rel=0.35)
+    queued = [request(index, None, tokens, 0) for index in range(1000, 1000 + queue)]
+    there = situation(100.0 + before_s, layout, decoding(running, 4000), queued)
+    return forecaster, forecaster.look(there, arrivals, outputs)
 
 
 @given(
-    backlog_steps=st.floats(1, 100),
-    pace=st.tuples(st.floats(0.2, 1), st.floats(0.05, 0.2), st.floats(0.01, 0.05)),
-    lasting_s=st.floats(0, 100),
-    steps=st.floats(1, 1000),
+    rate=st.sampled_from([0.5, 2, 8, 20, 50]),
+    tokens=st.sampled_from([100, 1000, 4000, 9000, 30_000]),
+    layout=st.sampled_from(H200.layouts),
 )
-def test_steps_and_the_time_that_they_take_tell_each_other(
-    backlog_steps: float, pace: tuple[float, float, float], lasting_s: float, steps: float
+@settings(max_examples=50, deadline=None)
+def test_an_outlook_has_the_prompts_that_come_in_the_time_that_it_takes(
+    rate: float, tokens: int, layout: Layout
 ) -> None:
-    backlog_s, coming_s, alone_s = pace[0] * backlog_steps, pace[1], pace[2]
-    track = Track(backlog_steps, backlog_s, coming_s, lasting_s, alone_s)
-    seconds = track.seconds(steps)
-    assert alone_s * steps <= seconds * (1 + 1e-9) and seconds <= pace[0] * steps * (1 + 1e-9)
-    if steps >= backlog_steps:
-        assert track.steps(seconds) == pytest.approx(steps)
+    """Steps that carry chunks are longer, and more prompts come the longer all takes, but no more than are computed."""
+    forecaster, outlook = outlook_of(layout, rate, tokens)
+    seconds = forecaster.seconds(layout, outlook, outlook.skew)
+    as_at_first = dataclasses.replace(
+        outlook, last=outlook.first, wanted=outlook.wanted[:1] * 2, pages=outlook.pages[:1] * 2, known={}
+    )
+    assert forecaster.seconds(layout, as_at_first, outlook.skew) <= 30 * 1.15
+    (stream,) = outlook.prefills(layout.kv is KV.REQUEST)
+    rows = stream.steps * stream.chunks * stream.rows
+    assert stream.steps <= outlook.decode_steps * 1.001
+    if stream.steps < outlook.decode_steps * 0.98:
+        places = 512 - 64 + outlook.decode_steps * 64 / 400
+        assert rows == pytest.approx(min(places, rate * seconds) * tokens, rel=0.35)
+
+
+@given(queue=st.integers(0, 20), layout=st.sampled_from(H200.layouts))
+@settings(max_examples=30, deadline=None)
+def test_one_more_that_waits_changes_little(queue: int, layout: Layout) -> None:
+    seconds = []
+    for waits in (queue, queue + 1):
+        forecaster, outlook = outlook_of(layout, 20, 300, waits, running=512)
+        seconds.append(forecaster.seconds(layout, outlook, outlook.skew) / outlook.decode_steps)
+    assert seconds[1] == pytest.approx(seconds[0], rel=0.15)
+
+
+@pytest.mark.parametrize("before_s", [0.5, 5.0, 30.0])
+def test_those_that_wait_begin_however_long_ago_the_last_one_came(before_s: float) -> None:
+    forecaster, outlook = outlook_of(TP, 20, 300, queue=1400, running=512, before_s=before_s)
+    assert forecaster.seconds(TP, outlook, None) == pytest.approx(30, rel=0.2)
+    stream = outlook.shared[-1]
+    # 512 requests of 400 tokens, of which 100 are there
+    ended = 512 * (1 - math.exp(-outlook.decode_steps / 300))
+    assert stream.steps * stream.chunks * stream.rows == pytest.approx(300 * ended, rel=0.25)
 
 
 def test_a_switch_that_the_rest_of_the_work_does_not_pay_for_is_left() -> None:

@@ -144,7 +144,9 @@ def test_prompts_are_as_uneven_as_what_is_left_to_compute_of_them() -> None:
     arrivals = Arrivals()
     for turn in range(64):
         arrivals.add(float(turn), 10_000)
-    arrivals.found(640_000, 608_000, [100, 900] * 32)
+    arrivals.began(3, [100, 900, 100])
+    assert arrivals.unevenness(2, 8) == pytest.approx(1), "too few to tell"
+    arrivals.began(67, [100, 900] * 32)
     assert arrivals.unevenness(2, 8) == pytest.approx(1.8)  # 900 where equal ones would be 500
 
 
