@@ -23,7 +23,7 @@ from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.page_keys import Keys, extend_keys
 from splash.scheduler.prefix_cache import PrefixCache
 from splash.scheduler.queries import PlannedStep, Rows, enter_pages, fill_pages, make_rows
-from splash.scheduler.request import Progress, Rebase, Request
+from splash.scheduler.request import Progress, Rebase, Request, held_pages
 from splash.scheduler.service import Service
 
 # A step in which so many times more pages than usual are filled, or were in the one before and are begun in it, has
@@ -177,8 +177,12 @@ class Scheduler(Service):
             filled, self._num_filled = max(len(step.filling), self._num_filled), len(step.filling)
             if filled < MANY_FILLED * usual:
                 self.pool.enter_full(usual)
-        for owner, own in enumerate(step.sampled):
-            self._tokens[owner] += sum([request.live for request in own]) if self._have_gone else len(own)
+        if self._have_gone or step.plan.epoch != self.epoch:  # then some have other owners since, or none
+            for request in chain.from_iterable(step.sampled):
+                if request.live:
+                    self._tokens[held_pages(request).owner] += 1
+        else:
+            self._tokens = [count + len(own) for count, own in zip(self._tokens, step.sampled, strict=True)]
         self._have_gone = False
 
     def _let_go(self, ending: list[Request]) -> None:

@@ -135,8 +135,16 @@ def make(
 
 
 def check_cache(scheduler: Scheduler) -> None:
-    """References are those of the running requests, and every slot is free, held or idle, once."""
+    """References are those of the running requests, and every slot is free, held or idle, once. What is counted of
+    those requests is what they come to."""
     pool = scheduler.pool
+    owners = [request.held.owner for request in scheduler.running]
+    tokens = [0] * pool.ranks
+    for owner, request in zip(owners, scheduler.running, strict=True):
+        tokens[owner] += len(request.tokens)
+    assert scheduler._tokens == tokens
+    assert scheduler._owned == [owners.count(rank) for rank in range(pool.ranks)]
+    assert scheduler._num_choosy == sum(not request.params.is_greedy for request in scheduler.running)
     refs: Counter[tuple[int, int]] = Counter()
     held_slots: set[tuple[int, int]] = set()
     for request in scheduler.running:
