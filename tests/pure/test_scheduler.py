@@ -144,7 +144,7 @@ def check_cache(scheduler: Scheduler) -> None:
         tokens[owner] += len(request.tokens)
     assert scheduler._tokens == tokens
     assert scheduler._owned == [owners.count(rank) for rank in range(pool.ranks)]
-    assert scheduler._num_choosy == sum(not request.params.is_greedy for request in scheduler.running)
+    assert scheduler._num_not_greedy == sum(not request.params.is_greedy for request in scheduler.running)
     refs: Counter[tuple[int, int]] = Counter()
     held_slots: set[tuple[int, int]] = set()
     for request in scheduler.running:
