@@ -28,8 +28,8 @@ from splash.scheduler.service import Service
 
 # A step in which so many times more pages than usual are filled, or were in the one before and are begun in it, has
 # enough to do: those that wait to be entered in the prefix cache wait for the next. With pages of 64 tokens this is a
-# quarter of all requests. Where they fill pages at odds they hardly come near it; where all do at once, as equal prompts
-# do that were admitted in one step, the step takes about twice as long as others anyway.
+# quarter of all requests. Where they fill pages at odds they hardly come near it; where all do at once, as equal
+# prompts do that were admitted in one step, the step takes about twice as long as others anyway.
 MANY_FILLED = 16
 _by_order = attrgetter("order")
 
