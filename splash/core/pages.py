@@ -100,6 +100,27 @@ class PageTable:
         number = len(self) - count
         return tuple(self._buffer[number].tolist()) if number >= 0 else None
 
+    @staticmethod
+    def last_of_each(tables: Sequence[PageTable], count: int) -> list[tuple[int, ...] | None]:
+        """The page with `count` - 1 behind it in each of many tables, None where there are fewer."""
+        try:  # all of them mostly keep as many pages as they came
+            return [table._tail[-count] for table in tables]
+        except IndexError:
+            return [table.from_end(count) for table in tables]
+
+    @staticmethod
+    def append_each(tables: Sequence[PageTable], pages: Sequence[tuple[int, ...]]) -> None:
+        """Append a page to each of many tables, which `rows` is about to be asked for."""
+        is_long = False
+        for table, page in zip(tables, pages, strict=True):
+            tail = table._tail
+            tail.append(page)
+            is_long |= len(tail) > MAX_TAIL
+        if is_long:
+            for table in tables:
+                if len(table._tail) > MAX_TAIL:
+                    table._store_tail()
+
     def slots_on(self, rank: int) -> np.ndarray:
         """The slots of `rank` in page order, int32."""
         slots = self.slots_cT[:, rank]
@@ -159,34 +180,6 @@ class HeldPages:
         self.ids.clear()
 
 
-class _Group:
-    """Requests that get a page each, which the same ranks hold. All of them are looked at together, since a call for
-    each would take longer than what it does."""
-
-    def __init__(self, holding: Sequence[HeldPages]) -> None:
-        self._holding = holding
-        self._tails = [held.table._tail for held in holding]
-
-    def last_slots(self, count: int, rank: int) -> list[int | None]:
-        """The slot on a rank of the page with `count` - 1 behind it, of each; None where there are fewer."""
-        try:  # most keep as many pages as they came
-            return [tail[-count][rank] for tail in self._tails]
-        except IndexError:
-            pages = [held.table.from_end(count) for held in self._holding]
-            return [None if page is None else page[rank] for page in pages]
-
-    def append(self, pages: Iterable[tuple[int, ...]], ids: Iterable[int]) -> None:
-        """Append a page to what each holds, which `rows` is about to be asked for."""
-        for _ in map(list.append, [held.ids for held in self._holding], ids):
-            pass
-        for _ in map(list.append, self._tails, pages):
-            pass
-        if max(map(len, self._tails)) > MAX_TAIL:
-            for held in self._holding:
-                if len(held.table._tail) > MAX_TAIL:
-                    held.table._store_tail()
-
-
 class PagePool:
     """The free pages of a group in one layout. Another layout has other slots and other holders: another pool.
 
@@ -217,6 +210,9 @@ class PagePool:
         # Pages so many apart have the same holders, and these none of the pages between.
         self._period = 1 if all([table.always is not None for table in self._holders]) else self.ranks
         self._is_everywhere = all([len(table.of(0)) == self.ranks for table in self._holders])
+        each = [table.of(number) for table in self._holders for number in range(self.ranks)]
+        assert self._is_everywhere or all([len(ranks) == 1 for ranks in each]), "a page lies on some ranks, not on all"
+        self._only = [table.always[0] if table.always else None for table in self._holders]  # by owner, if it is one
         residents = list(resident)
         if next_id is None:
             next_id = max((max(held.ids) for held in residents if held.ids), default=-1) + 1
@@ -324,11 +320,15 @@ class PagePool:
             if any([len(holding) > self._allocators[rank].num_free for rank in ranks]):
                 return False
         for ranks, holding in groups:
-            group = _Group(holding)
+            tables = [held.table for held in holding]
+            before = PageTable.last_of_each(tables, self._period)
             columns: list[Iterable[int]] = [_NOWHERE] * self.ranks
             for rank in ranks:
-                columns[rank] = self._allocators[rank].allocate_each(group.last_slots(self._period, rank))
-            group.append(zip(*columns, strict=False), self._new_ids(len(holding)))
+                last = [None if page is None else page[rank] for page in before]
+                columns[rank] = self._allocators[rank].allocate_each(last)
+            PageTable.append_each(tables, list(zip(*columns, strict=False)))
+            for held, id in zip(holding, self._new_ids(len(holding)), strict=True):
+                held.ids.append(id)
         return True
 
     def _by_holders(self, growing: Sequence[HeldPages]) -> list[tuple[tuple[int, ...], Sequence[HeldPages]]]:
@@ -336,9 +336,8 @@ class PagePool:
         if self._is_everywhere:
             return [(tuple(range(self.ranks)), growing)] if growing else []
         groups: list[list[HeldPages]] = [[] for _ in range(self.ranks)]
-        only = [table.always[0] if table.always else None for table in self._holders]
         for held in growing:
-            rank = only[held.owner]
+            rank = self._only[held.owner]
             groups[self._holders[held.owner].of(len(held.ids))[0] if rank is None else rank].append(held)
         return [((rank,), group) for rank, group in enumerate(groups) if group]
 

@@ -159,6 +159,7 @@ class PageAllocator:
             ends = {end for _, _, end in self._heap if self._is_end(end)}
             self._heap = [(start < self._border, start - end, end) for end in ends for start in (self._start(end),)]
             heapq.heapify(self._heap)
+            # All extents are read anew here, so it should be rare. Entries that are gone cost little until then.
             self._most_entries = 4 * len(self._heap) + FEW
 
     def _is_end(self, end: int) -> bool:
@@ -167,6 +168,8 @@ class PageAllocator:
 
     def _largest_extent(self) -> tuple[int, int]:
         """The longest extent above the border, or below it, as start .. end - 1. There must be one."""
+        # Written out, without `_is_end` and `_start`: it looks at every entry that has become shorter, hundreds of them
+        # for the first request placed after many others have grown.
         heap, taken, border = self._heap, self._taken, self._border
         while True:
             below, negative_length, end = heap[0]

@@ -83,8 +83,9 @@ def owners_with_room(
 def _least_first(work: Sequence[int], free: Sequence[int]) -> Iterator[int]:
     """The ranks in order of work; among equals, the one with the most free pages first, then the lowest."""
     least = min(work)
-    is_alone = work.count(least) == 1
-    if is_alone:  # mostly nobody asks for a second
+    num_given = 0
+    if work.count(least) == 1:  # mostly nobody asks for a second
         yield work.index(least)
+        num_given = 1
     ranks = sorted(sorted(range(len(work)), key=free.__getitem__, reverse=True), key=work.__getitem__)
-    yield from ranks[is_alone:]
+    yield from ranks[num_given:]

@@ -150,7 +150,7 @@ def make_rows(decoding: Sequence[Sequence[Request]], batch: Batch, running: Sequ
             request.num_computed = start + 1
     if len(filling) > 1:
         made.filling = filling = _in_order(filling, running)
-    following, beginning, unfinished = made.following
+    decoding_next, beginning, unfinished = made.following
     beginning += filling
     for count, (_, left, request, _) in zip(batch.rows(), batch.chunks, strict=True):
         held, start = held_pages(request), request.num_computed
@@ -175,7 +175,7 @@ def make_rows(decoding: Sequence[Sequence[Request]], batch: Batch, running: Sequ
         beginning.sort(key=_by_order)
     for owner, (own, then) in enumerate(zip(decoding, sampled, strict=True)):
         if own and len(then) > len(own) and then[len(own)].order < own[-1].order:
-            following[owner] = sorted(then, key=_by_order)
+            decoding_next[owner] = sorted(then, key=_by_order)
     return made
 
 
@@ -188,7 +188,10 @@ def _in_order(requests: list[Request], running: Sequence[Request]) -> list[Reque
 
 
 def fill_pages(cache: PrefixCache, filling: list[Request], page_size: int) -> None:
-    """Let the cache know the pages that requests have filled by decoding, up to all that they have computed."""
+    """Let the cache know the pages that requests have filled by decoding, the last of all that they have computed.
+
+    The step that fills them must be the last that has been planned: the next one counts more as computed.
+    """
     for request in filling:
         held, keys, page = request.held, request.keys, request.num_computed // page_size - 1
         if not request.live or held is None:

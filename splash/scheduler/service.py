@@ -74,10 +74,10 @@ class Service:
         self._running: list[Request] = []  # in order of service
         # Of the last step, and whether requests in it have lost their pages since. None where it is not known.
         self._following: Following | None = None
-        self._have_lost = False
+        self._has_released = False
         self._tokens = [0] * pool.ranks  # of running requests, by owner
         self._owned = [0] * pool.ranks  # running requests, by owner
-        self._num_choosy = 0  # running requests that are not greedy
+        self._num_not_greedy = 0  # running requests that are not greedy
         self._released: list[int] = []  # for the next plan, as the following one
         self._finished: list[int] = []
 
@@ -111,11 +111,17 @@ class Service:
         batch = self._admit_waiting(batch)
         return batch if self._running else None
 
-    def _grow_decoding(self) -> Batch:
-        """Give each running request with one token to compute the page that it needs. Returns the step so far."""
+    def _grow_decoding(self) -> tuple[list[list[Request]], Batch]:
+        """Give each running request with one token to compute the page that it needs.
+
+        Returns:
+            by owner, the requests that decode, those included that have lost their pages since the last step; and the
+            step so far.
+        """
         if self._following is None:
             self._following = Following.of(self._running, self.pool.ranks, self.config.page_size)
-        decoding, beginning, unfinished = self._following
+        _, beginning, unfinished = self._following
+        decoding = self._following.decoding.copy()
         chunks: list[Prompt] = []
         for request in unfinished:
             left, held = len(request.tokens) - request.num_computed, request.held
@@ -132,17 +138,7 @@ class Service:
                 if request.held is not None:  # else preempted for one before it
                     self._grow(self._running.index(request))
             chunks = [chunk for chunk in chunks if chunk.request.held is not None]
-        return Batch.of_step(self.pool.layout, self.config.max_batched_tokens, self._owned, chunks)
-
-    def _decoding(self, batch: Batch) -> list[list[Request]]:
-        """By owner, the requests that decode in a step, once it is known who has lost their pages."""
-        assert self._following is not None
-        decoding = self._following.decoding
-        if not self._have_lost:
-            return decoding
-        self._have_lost = False
-        new = batch.new  # one that has lost its pages may begin again
-        return [[request for request in own if request.held is not None and request not in new] for own in decoding]
+        return decoding, Batch.of_step(self.pool.layout, self.config.max_batched_tokens, self._owned, chunks)
 
     def _admit_waiting(self, batch: Batch) -> Batch:
         """Let waiting requests begin, in order of service, as long as there are rows and pages for them."""
@@ -232,7 +228,7 @@ class Service:
             self._running.append(request)
         self._tokens[place.owner] += len(request.tokens)
         self._owned[place.owner] += 1
-        self._num_choosy += not request.is_greedy
+        self._num_not_greedy += not request.is_greedy
 
     def _count_found(self, request: Request, times: int) -> None:
         if self.config.prefix_cache:
@@ -262,13 +258,13 @@ class Service:
 
     def _release(self, requests: Sequence[Request]) -> None:
         """Free the pages of running requests. The next plan tells the ranks."""
-        self._have_lost = True
+        self._has_released = True
         self.pool.release(*[held_pages(request) for request in requests])
         for request in requests:
             owner = held_pages(request).owner
             self._tokens[owner] -= len(request.tokens)
             self._owned[owner] -= 1
-            self._num_choosy -= not request.is_greedy
+            self._num_not_greedy -= not request.is_greedy
             self._released.append(request.id)
             request.held = None
 
@@ -287,8 +283,8 @@ class Service:
     def _count_running(self) -> None:
         """Count anew what is counted of running requests, after they have got other pages."""
         self._following = None
-        self._tokens, self._owned, self._num_choosy = [0] * self.pool.ranks, [0] * self.pool.ranks, 0
+        self._tokens, self._owned, self._num_not_greedy = [0] * self.pool.ranks, [0] * self.pool.ranks, 0
         for request in self._running:
             self._tokens[held_pages(request).owner] += len(request.tokens)
             self._owned[held_pages(request).owner] += 1
-            self._num_choosy += not request.is_greedy
+            self._num_not_greedy += not request.is_greedy

@@ -286,6 +286,6 @@ class StepRun:
     def end(self) -> None:
         """Let the requests have their tokens. No step must have begun that is not finished."""
         self._tell()
-        self._scheduler.look_anew()
+        self._scheduler.forget_following()
         for request in self._decoding:
             self._catch_up(request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from splash.core.layout import DCP, DOP, DP, LAYOUTS, TP, Layout
 from splash.core.memory import ArenaGeometry
 from splash.core.ownership import page_holders
-from splash.core.pages import HeldPages, PagePool
+from splash.core.pages import HeldPages, PagePool, PageTable
 from splash.core.slots import PageAllocator
 from splash.core.spec import KVFormat, ModelSpec, RopeSpec
 from splash.core.step import NO_SLOT
@@ -222,6 +223,9 @@ def test_growing_many_at_once_is_growing_one_after_another(layout: Layout, ranks
             pool.grow(held, count)
     for _ in range(data.draw(st.integers(1, 4), label="times")):
         before, pages = pools[0].num_free, [held.table.rows(0, len(held)) for held in live[0]]
+        for held in live[0]:
+            if data.draw(st.booleans(), label="as an array"):
+                assert held.table.slots_cT.shape == (len(held), ranks)
         grown = pools[0].grow_each(live[0])
         one_by_one = [pools[1].grow(held, 1) for held in live[1]]
         assert grown == all(one_by_one)
@@ -234,6 +238,18 @@ def test_growing_many_at_once_is_growing_one_after_another(layout: Layout, ranks
             assert (mine.table.slots_cT == other.table.slots_cT).all()
     ids = [id for held in live[0] for id in held.ids]
     assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=str)
+def test_the_last_pages_of_many_are_looked_up_once_and_not_by_rank(layout: Layout) -> None:
+    pool = PagePool(layout, [np.arange(200)] * 4)
+    live = [HeldPages(owner % 4, 4) for owner in range(8)]
+    for held in live:
+        assert pool.grow(held, 9)
+        assert held.table.slots_cT.shape == (9, 4)
+    with mock.patch.object(PageTable, "from_end", autospec=True, side_effect=PageTable.from_end) as from_end:
+        assert pool.grow_each(live)
+    assert from_end.call_count == len(live)
 
 
 @given(layout=layouts, ranks=st.integers(1, 4), data=st.data())

@@ -21,7 +21,7 @@ from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.owners import owners_with_room
 from splash.scheduler.prefix_cache import PrefixCache
 from splash.scheduler.request import Progress
-from splash.scheduler.scheduler import Scheduler
+from splash.scheduler.scheduler import MANY_FILLED, Scheduler
 
 EOS = 0
 VOCABULARY = 50
@@ -134,8 +134,20 @@ def make(
     return Scheduler(config, pool), FakeGroup(config, layout, list(slots), random.Random(seed))
 
 
+def check_counts(scheduler: Scheduler) -> None:
+    """What is counted of the running requests is what they come to."""
+    owners = [request.held.owner for request in scheduler.running]
+    tokens = [0] * scheduler.pool.ranks
+    for owner, request in zip(owners, scheduler.running, strict=True):
+        tokens[owner] += len(request.tokens)
+    assert scheduler._tokens == tokens
+    assert scheduler._owned == [owners.count(rank) for rank in range(len(tokens))]
+    assert scheduler._num_not_greedy == sum(not request.params.is_greedy for request in scheduler.running)
+
+
 def check_cache(scheduler: Scheduler) -> None:
     """References are those of the running requests, and every slot is free, held or idle, once."""
+    check_counts(scheduler)
     pool = scheduler.pool
     refs: Counter[tuple[int, int]] = Counter()
     held_slots: set[tuple[int, int]] = set()
@@ -240,12 +252,14 @@ def test_every_request_gets_what_it_asked_for(
             prompt = rng.choice(beginnings)[: rng.randint(0, 16)] if rng.random() < 0.7 else []
             prompt = prompt + [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 20 - len(prompt)))]
             max_tokens = rng.randint(1, 30)
+            is_plain = rng.random() < 0.6
             params = SamplingParams(
+                temperature=0.0 if is_plain else 1.0,
                 max_tokens=max_tokens,
-                min_tokens=rng.randint(0, max_tokens),
+                min_tokens=0 if is_plain else rng.randint(0, max_tokens),
                 ignore_eos=rng.random() < 0.5,
                 stop_token_ids=tuple(rng.sample(range(1, VOCABULARY), rng.randint(0, 2))),
-                prompt_logprobs=0 if rng.random() < 0.3 else None,
+                prompt_logprobs=0 if not is_plain and rng.random() < 0.7 else None,
             )
             try:
                 scheduler.add(id, prompt, params, id, rng.randrange(num_priorities))
@@ -263,10 +277,8 @@ def test_every_request_gets_what_it_asked_for(
         assert len(running) <= max_num_seqs
         assert running[0].id in {query.request for query in plan.queries}, "the first progresses"
         assert [request.order for request in running] == sorted(request.order for request in running)
-        load = Counter()
-        for request in running:
-            load[request.held.owner] += len(request.tokens)
-        assert scheduler._tokens == [load[rank] for rank in range(len(slots))]
+        assert plan.greedy == all(asked[request.id][1].is_greedy for request in running)
+        check_counts(scheduler)
         scored = [len(query.tokens) for query in plan.queries if query.score]
         assert not scored or sum(scored) < 3 + len(scored)
         maybe_abort()
@@ -305,6 +317,32 @@ def test_every_request_gets_what_it_asked_for(
     scheduler.add(num_requests, [1], greedy(max_tokens=1), 0)
     drain(scheduler, group)
     assert set(group.history) == set(group.tables) == {num_requests}
+
+
+@pytest.mark.parametrize(
+    ("num_lengths", "most_waiting"), [(1, 64), (2, 58), (32, 0)], ids=["together", "in two halves", "at odds"]
+)
+def test_full_pages_wait_to_be_entered_until_a_step_has_less_to_do(num_lengths: int, most_waiting: int) -> None:
+    num, size = 64, 32
+    usual = num // size + 1
+    scheduler, group = make(TP, (1000,), num, 100 * num, 200, size, prefix_cache=True)
+    for id in range(num):
+        scheduler.add(id, [1 + id] * (40 + id % num_lengths), greedy(max_tokens=115), id)
+    scheduler.apply(group.run(scheduler.schedule()))  # enters the pages of the prompts
+    waiting, filled = [0], [0]
+    while (plan := scheduler.schedule()) is not None:
+        positions = [query.start for query in plan.queries]
+        scheduler.apply(group.run(plan))
+        if scheduler.num_running < num:  # the pages of those that end are entered at once
+            break
+        filled.append(sum(start % size == size - 1 for start in positions))
+        waiting.append(sum(map(len, scheduler.pool._full.values())))
+        to_enter = waiting[-2] + filled[-1]
+        has_enough_to_do = max(filled[-2:]) >= MANY_FILLED * usual
+        assert waiting[-1] == (to_enter if has_enough_to_do else max(0, to_enter - usual))
+    assert sum(filled) > 2 * num and max(filled) == num // num_lengths
+    assert max(waiting) == most_waiting, "no page waits for longer than until the next is full"
+    assert waiting[-1] == 0
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=str)

@@ -67,6 +67,7 @@ class Served:
             self.scheduler.foresee()
         plan = self.scheduler.schedule()
         if plan is not None:
+            assert plan.greedy == all(request.params.is_greedy for request in self.scheduler.running)
             self.plans.append(plan)
             self.in_flight.append(self.group.run(plan))
         check_cache(self.scheduler)
@@ -167,9 +168,11 @@ def test_no_token_is_lost_or_repeated_and_no_page_has_two_users(
             prompt = rng.choice(beginnings)[: rng.randint(0, own - 1)] if rng.random() < 0.7 else []
             prompt = prompt + [rng.randrange(VOCABULARY) for _ in range(own - len(prompt))]
             max_tokens = rng.randint(1, max(1, longest - own + 1))
+            is_plain = rng.random() < 0.6
             params = SamplingParams(
+                temperature=0.0 if is_plain else 1.0,
                 max_tokens=max_tokens,
-                min_tokens=rng.randint(0, max_tokens),
+                min_tokens=0 if is_plain else rng.randint(0, max_tokens),
                 ignore_eos=rng.random() < 0.5,
                 stop_token_ids=tuple(rng.sample(range(1, VOCABULARY), rng.randint(0, 9))),
             )

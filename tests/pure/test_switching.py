@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from splash.core.errors import RequestError
 from splash.core.layout import DOP, KV, LAYOUTS, TP, Layout
 from splash.core.pages import HeldPages, PagePool
+from splash.core.request import SamplingParams
 from splash.core.step import NO_SLOT, StepPlan
 from splash.scheduler.heritage import Heritage
 from splash.scheduler.idle_pages import CachedPage
@@ -166,7 +167,8 @@ def test_switches_that_commit_or_fail_lose_nothing(
         prompt += [rng.randrange(1, VOCABULARY) for _ in range(rng.randint(1, 12 - len(prompt)))]
         count = rng.randint(1, 10)
         try:
-            scheduler.add(next_id, prompt, greedy(max_tokens=count), 0, rng.randrange(num_priorities))
+            params = SamplingParams(temperature=rng.choice([0.0, 0.0, 1.0]), max_tokens=count, ignore_eos=True)
+            scheduler.add(next_id, prompt, params, 0, rng.randrange(num_priorities))
         except RequestError:
             pass
         else:
@@ -270,7 +272,8 @@ def test_a_prepared_switch_begins_while_a_step_is_in_flight(
         if next_id < num_requests and rng.random() < 0.6:
             count = rng.randint(1, 8)
             try:
-                scheduler.add(next_id, beginning[: rng.randint(1, 8)], greedy(max_tokens=count), 0)
+                params = SamplingParams(temperature=rng.choice([0.0, 0.0, 1.0]), max_tokens=count, ignore_eos=True)
+                scheduler.add(next_id, beginning[: rng.randint(1, 8)], params, 0)
                 live[next_id] = count
             except RequestError:
                 pass
