@@ -16,7 +16,7 @@ from splash.scheduler.chunks import MAX_UNFINISHED, share_rows
 from splash.scheduler.prefix_cache import PrefixCache
 from splash.scheduler.scheduler import Scheduler
 from splash.scheduler.service import LOOK_AHEAD
-from tests.pure.test_scheduler import VOCABULARY, FakeGroup, drain, greedy, make
+from tests.fake_group import VOCABULARY, FakeGroup, drain, greedy, make
 
 PROMPTS = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 200) | st.integers(1, 8)), max_size=12)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from splash.core.layout import TP
 from splash.engine.history import MAX_EVENTS, MAX_SAMPLES, SAMPLE_S, History
 from splash.switch.orders import SwitchRecord
-from tests.pure.test_scheduler import make
+from tests.fake_group import make
 
 
 def history() -> tuple[History, Any]:

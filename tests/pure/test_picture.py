@@ -16,7 +16,7 @@ from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.prefix_cache import PrefixCache
 from splash.scheduler.scheduler import Scheduler
 from tests.arenas import tiny_geometry
-from tests.pure.test_scheduler import FakeGroup
+from tests.fake_group import FakeGroup
 
 RANKS, PAGE = 4, 4
 GEOMETRY = tiny_geometry(RANKS, 8, PAGE, 16, 60)

@@ -11,7 +11,7 @@ from splash.engine.steering import PATIENCE_S, Steering
 from splash.scheduler.scheduler import Scheduler
 from splash.scheduler.situation import Situation
 from splash.switch.orders import SwitchRecord
-from tests.pure.test_scheduler import FakeGroup, greedy, make
+from tests.fake_group import FakeGroup, greedy, make
 
 
 class Wishes:

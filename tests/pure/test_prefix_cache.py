@@ -231,7 +231,7 @@ def test_a_page_is_found_once_its_step_is_over_and_the_last_token_is_computed_ag
     assert (query.start, query.tokens) == (4, (5, 6, 7, 8))
     assert len(query.new_pages) == 2, "ranks hear of the page that was found as well"
     assert (scheduler.num_queried, scheduler.num_hit) == (24, 4)
-    assert list(scheduler.begun) == [8, 8, 4]
+    assert (scheduler.num_begun, list(scheduler.rows_begun)) == (3, [8, 8, 4])
 
 
 @pytest.mark.parametrize("target", LAYOUTS.values(), ids=str)

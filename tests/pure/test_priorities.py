@@ -12,7 +12,7 @@ from splash.core.errors import RequestError
 from splash.core.layout import DP, KV, LAYOUTS, Layout
 from splash.scheduler.request import Request
 from splash.scheduler.scheduler import Scheduler
-from tests.pure.test_scheduler import VOCABULARY, FakeGroup, check_cache, drain, greedy, make
+from tests.fake_group import VOCABULARY, FakeGroup, check_cache, drain, greedy, make
 
 
 def step(scheduler: Scheduler, group: FakeGroup) -> set[int]:

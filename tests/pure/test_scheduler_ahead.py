@@ -19,7 +19,7 @@ from splash.scheduler.config import SchedulerConfig
 from splash.scheduler.prefix_cache import PrefixCache
 from splash.scheduler.request import Progress
 from splash.scheduler.scheduler import Scheduler
-from tests.pure.test_scheduler import EOS, VOCABULARY, FakeGroup, check_cache, greedy
+from tests.fake_group import EOS, VOCABULARY, FakeGroup, check_cache, greedy
 
 MAX_MODEL_LEN = 24
 

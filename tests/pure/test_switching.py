@@ -21,7 +21,7 @@ from splash.scheduler.owners import balance_owners
 from splash.scheduler.prefix_cache import PrefixCache
 from splash.scheduler.request import Rebase
 from splash.scheduler.scheduler import Scheduler
-from tests.pure.test_scheduler import VOCABULARY, FakeGroup, check_cache, drain, greedy, make
+from tests.fake_group import VOCABULARY, FakeGroup, check_cache, drain, greedy, make
 
 
 def target_state(
