@@ -19,13 +19,13 @@ from splash.platform.base import AttentionBackend, AttentionBatch
 
 _SCORE_ELEMENTS = 1 << 20  # scores held at once: 4 MiB, which stay in cache and bound the memory of long histories
 _MAX_BLOCK_ROWS = 64  # rows of a block; smaller blocks skip more of the keys that lie in their future
-_KEYS_FIRST_HEADS = range(2, 7)  # scores of so few heads take less time as keys x queries than as queries x keys
+_MAX_GROUP_BYTES = 1 << 20  # float32 keys of a group, which are read twice and should stay in cache between
 _EXPANDED_ELEMENTS = 1 << 24  # keys and values expanded at once: 64 MiB
 _FREE_PADDING = 32 << 10  # padded scores that cost less than the calls that they save
 
 
 class CpuAttention(AttentionBackend):
-    """Attention in float32: sequences of one row one by one, others in blocks of rows."""
+    """Attention in float32: sequences of one row in groups that share a softmax, others in blocks of rows."""
 
     def attend_expanded(
         self,
@@ -64,12 +64,12 @@ class CpuAttention(AttentionBackend):
     def attend(
         self, q_nHK: torch.Tensor, pages_SPK: torch.Tensor, batch: AttentionBatch, scale: float, value_dim: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        num_rows, num_heads, _ = q_nHK.shape
+        num_rows, num_heads, key_dim = q_nHK.shape
         page_size = pages_SPK.shape[1]
         state_key = f"torch: {num_heads} heads, pages of {page_size}"
         plan = cast("_Plan | None", batch.device_state.get(state_key))
         if plan is None:
-            plan = batch.device_state[state_key] = _plan(batch, page_size, num_heads, q_nHK.device)
+            plan = batch.device_state[state_key] = _plan(batch, page_size, num_heads, 4 * key_dim, q_nHK.device)
 
         # All positions in one dim, unless pages are spaced (an arena's slots are aligned).
         flat_LK = _flat(pages_SPK)
@@ -80,9 +80,8 @@ class CpuAttention(AttentionBackend):
         probability_nH = scaled_nHK.new_empty(num_rows, num_heads)
         for group in plan.groups:
             rows = slice(group.start, group.start + len(group.keys))
-            _attend_group(
-                scaled_nHK[rows], pages_SPK, flat_LK, group, out_nHC[rows], score_nH[rows], probability_nH[rows]
-            )
+            keys_BLK = [keys.read(pages_SPK, flat_LK) for keys in group.keys]
+            _attend_group(scaled_nHK[rows], keys_BLK, group, out_nHC[rows], score_nH[rows], probability_nH[rows])
         for keys, blocks in plan.blocks:
             keys_LK = keys.read(pages_SPK, flat_LK)
             for block in blocks:
@@ -146,34 +145,21 @@ class _Plan:
 
 def _attend_group(
     q_BHK: torch.Tensor,
-    pages_SPK: torch.Tensor,
-    flat_LK: torch.Tensor | None,
+    keys_BLK: list[torch.Tensor],
     group: _Group,
     out_BHC: torch.Tensor,
     score_BH: torch.Tensor,
     probability_BH: torch.Tensor,
 ) -> None:
-    """Write the output, the largest score and its probability of each sequence's row.
-
-    One sequence after another, so that its keys are still in cache when they are read as values.
-    """
-    num_heads, value_dim = q_BHK.shape[1], out_BHC.shape[2]
-    shape = (len(group.keys), num_heads, group.most)
+    """Write the output, the largest score and its probability of each sequence's row."""
+    shape = (*q_BHK.shape[:2], group.most)
     scores = q_BHK.new_full(shape, -torch.inf) if group.padded else q_BHK.new_empty(shape)
-    probabilities = q_BHK.new_zeros(shape) if group.padded else q_BHK.new_empty(shape)
-    keys_first = num_heads in _KEYS_FIRST_HEADS
-    for q_HK, keys, score_HL, probability_HL, out_HC in zip(
-        q_BHK.unbind(0), group.keys, scores.unbind(0), probabilities.unbind(0), out_BHC.unbind(0), strict=True
-    ):
-        if keys.num < group.most:
-            score_HL, probability_HL = score_HL[:, : keys.num], probability_HL[:, : keys.num]
-        keys_LK = keys.read(pages_SPK, flat_LK)
-        if keys_first:
-            score_HL.copy_(torch.mm(keys_LK, q_HK.T).T)
-        else:
-            torch.mm(q_HK, keys_LK.T, out=score_HL)
-        torch.softmax(score_HL, dim=-1, out=probability_HL)
-        torch.mm(probability_HL, keys_LK[:, :value_dim], out=out_HC)
+    value_dim = out_BHC.shape[2]
+    for q_HK, keys_LK, score_HL in zip(q_BHK.unbind(0), keys_BLK, scores.unbind(0), strict=True):
+        torch.mm(q_HK, keys_LK.T, out=score_HL[:, : keys_LK.shape[0]])
+    probabilities = torch.softmax(scores, dim=-1)
+    for probability_HL, keys_LK, out_HC in zip(probabilities.unbind(0), keys_BLK, out_BHC.unbind(0), strict=True):
+        torch.mm(probability_HL[:, : keys_LK.shape[0]], keys_LK[:, :value_dim], out=out_HC)
     torch.amax(scores, dim=-1, out=score_BH)
     torch.amax(probabilities, dim=-1, out=probability_BH)
 
@@ -241,7 +227,7 @@ def _keys(slots: np.ndarray, num: int, page_size: int, device: torch.device) -> 
     )
 
 
-def _plan(batch: AttentionBatch, page_size: int, num_heads: int, device: torch.device) -> _Plan:
+def _plan(batch: AttentionBatch, page_size: int, num_heads: int, key_bytes: int, device: torch.device) -> _Plan:
     positions = cast(np.ndarray, batch.row_positions)
     row_starts, page_starts = cast(np.ndarray, batch.row_starts), cast(np.ndarray, batch.page_starts)
     all_slots, all_numbers = cast(np.ndarray, batch.slots), cast(np.ndarray, batch.numbers)
@@ -263,11 +249,11 @@ def _plan(batch: AttentionBatch, page_size: int, num_heads: int, device: torch.d
             singles.append((start, keys))
         else:
             blocks.append((keys, _blocks(visible, start, num_heads, device)))
-    groups = _groups(singles, num_heads)
+    groups = _groups(singles, num_heads, key_bytes)
     return _Plan(tuple(groups), tuple(blocks), torch.from_numpy(blind).to(device) if blind.any() else None)
 
 
-def _groups(singles: list[tuple[int, _Keys]], num_heads: int) -> list[_Group]:
+def _groups(singles: list[tuple[int, _Keys]], num_heads: int, key_bytes: int) -> list[_Group]:
     """Group neighbouring rows as long as padding them to the longest is cheap."""
     groups: list[_Group] = []
     for row, keys in singles:
@@ -276,7 +262,7 @@ def _groups(singles: list[tuple[int, _Keys]], num_heads: int) -> list[_Group]:
             members, most = (*last.keys, keys), max(last.most, keys.num)
             total, padded = sum(member.num for member in members), most * len(members)
             cheap = (padded - total) * num_heads <= max(_FREE_PADDING, total * num_heads // 2)
-            if cheap and padded * num_heads <= _SCORE_ELEMENTS:
+            if cheap and padded * num_heads <= _SCORE_ELEMENTS and total * key_bytes <= _MAX_GROUP_BYTES:
                 groups[-1] = _Group(last.start, members, most, padded != total)
                 continue
         groups.append(_Group(row, (keys,), keys.num, False))
