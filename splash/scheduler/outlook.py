@@ -268,7 +268,8 @@ class Forecaster:
         decode = lane.times.seconds(shapes.of(first, round(batch), lane.has_owners, skew))[lane.index]
         serving = _Serving(lane, shapes, first, batch, first.requests / batch * decode)
         unevenness = partial(arrivals.unevenness, ranks=self._ranks)
-        pace, prefills = self._pace(serving, crowd, unevenness)
+        backlog = crowd.backlog()
+        pace, prefills = self._pace(serving, crowd, backlog, unevenness)
         steps = crowd.steps_to_half(pace.rounds(self._horizon_s), pace.seconds)
         step_s = pace.seconds(steps) / steps
         stream = crowd.stream(steps, step_s)
@@ -288,7 +289,7 @@ class Forecaster:
             decode_steps=steps,
             shared=tuple([both[False] for both in prefills]),
             owned=tuple([both[True] for both in prefills]),
-            found_tokens=crowd.backlog().found + stream.found,
+            found_tokens=backlog.found + stream.found,
             wanted=(first.requests, ahead.requests),
             pages=(pages, self._pages(ahead, situation)),
             pages_held=held,
@@ -353,10 +354,10 @@ class Forecaster:
         return [share * all_s for all_s in seconds]
 
     def _pace(
-        self, serving: _Serving, crowd: Crowd, unevenness: Callable[[int], float]
+        self, serving: _Serving, crowd: Crowd, backlog: Prompts, unevenness: Callable[[int], float]
     ) -> tuple[Pace, list[tuple[Prefill, Prefill]]]:
-        """How rounds go by in the layout that serves; and the steps of the backlog, if there is one, as by `_dealt`."""
-        lane, waves, backlog = serving.lane, serving.waves, crowd.backlog()
+        """How rounds go by in the layout that serves; and the steps of the backlog, if there is one, by `_dealt`."""
+        lane, waves = serving.lane, serving.waves
         pace, prefills = Pace(crowd.coming(), NONE, serving.round_s), list[tuple[Prefill, Prefill]]()
 
         def seconds(prefill: Prefill, covered: float) -> float:
