@@ -59,7 +59,8 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=600)
     args = parser.parse_args()
     tick = threading.Semaphore(0)
-    walker = threading.Thread(target=walk, args=(args.server, tick))
+    # Without a stream there is nothing to wait for.
+    walker = threading.Thread(target=walk, args=(args.server, tick), daemon=True)
     walker.start()
     switched = stream(args.server, args.max_tokens, args.max_tokens // (len(WALK) + 1), tick)
     walker.join()
